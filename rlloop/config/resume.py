@@ -26,6 +26,7 @@ RESUMABLE = (
     "checkpoint.every",
     "checkpoint.keep",
     "eval.every",
+    "profile",
     "scoring.",
     "sinks.",
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),

@@ -56,6 +56,7 @@ class RunConfig:
     certificate: CertificateConfig = field(default_factory=CertificateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    profile: bool = False  # trace the second to fourth step, GPU kernels included: RUN/timeline.json.gz, for Perfetto
     sinks: dict[str, Any] = field(default_factory=dict)  # sink name -> options; see rlloop.runs.sinks
 
     def __post_init__(self) -> None:
@@ -75,6 +76,8 @@ class RunConfig:
                 "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
                 "which rounds alike on a CPU"
             )
+        if self.profile and self.launch is Launch.ray:
+            raise ConfigError("profile=true traces this process, and under launch=ray others work: set launch=local")
         if self.trainer.offload == "masters" and self.model.dtype == "float32":
             raise ConfigError(MASTERS_STAY.format(self.model.dtype))
         self._check_reference()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
@@ -27,6 +27,7 @@ from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.ranks import RankFailed, remaining
 from rlloop.launch.signals import Interrupts
+from rlloop.launch.timeline import Timeline
 from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
 from rlloop.loop.own import Run
@@ -167,7 +168,9 @@ def _drive(
             stack.callback(sink.close)
         machine = MachineUse(folder.path)
         stack.callback(machine.close)
-        loop = Loop(config, parts, folder, monitor, observers, machine.latest)
+        timeline = Timeline(folder.path) if config.profile else None
+        mark = nullcontext if timeline is None else timeline.phase
+        loop = Loop(config, parts, folder, monitor, observers, machine.latest, mark)
         stack.callback(loop.close)
         start = loop.restore()
         certificate.note_layout(config.world.degrees())
@@ -190,6 +193,10 @@ def _drive(
             progress.note(f"engines join at {(folder.path / 'fleet_address').read_text().strip()}")
         observers.append(progress)
         observers.append(callbacks)
+        if timeline is not None:
+            observers.append(timeline)
+            stack.callback(timeline.close)
+            progress.note(f"the second to fourth step are traced: {timeline.file}, for ui.perfetto.dev")
         callbacks.start()
         _collect_rarely(stack)
         with interrupts.held_back():

@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ class Loop:
         monitor: ParityMonitor,
         observers: Sequence[Observer] = (),
         machine: Callable[[], Mapping[str, float]] = dict,
+        mark: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`machine`: metrics of the machine's use, which every record has."""
+        """`machine`: metrics of the machine's use, which every record has. `mark`: entered in each phase of a step."""
         self.config, self.parts, self.folder, self.monitor = config, parts, folder, monitor
         self.sampler = Sampler(config, parts.task, parts.engine, parts.vocabulary, engine_lag=parts.engine_lag)
         self.recorder = Recorder(
-            folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine
+            folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine, mark=mark
         )
         self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rlloop.errors import ParityError
@@ -30,11 +30,12 @@ class Recorder:
         routing: Callable[[], Mapping[str, float]],
         doctor: Callable[[Sample, TokenDifference], Finding | None] | None,
         machine: Callable[[], Mapping[str, float]] = dict,
+        mark: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """`routing`: how the trainer's last forward chose experts (`Trainer.routing`). `machine`: its use now, which
-        every record has."""
+        every record has. `mark`: entered in each phase, by its name."""
         self.folder, self.monitor, self.observers = folder, monitor, observers
-        self._routing, self._doctor, self._machine = routing, doctor, machine
+        self._routing, self._doctor, self._machine, self._mark = routing, doctor, machine, mark
         self._images = ImageStore(folder.path)
         self._seconds: dict[str, float] = {}  # by phase, since the last record
 
@@ -42,7 +43,8 @@ class Recorder:
     def timed(self, phase: str) -> Iterator[None]:
         """Count the seconds of a phase as `time/PHASE`; nested phases count only for the innermost one."""
         began, nested = time.perf_counter(), sum(self._seconds.values())
-        yield
+        with self._mark(phase):
+            yield
         inner = sum(self._seconds.values()) - nested
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began - inner
 
