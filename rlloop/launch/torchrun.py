@@ -203,6 +203,9 @@ class LeadingHandle:
             failures = self._failures(SILENT) | self._own(result) | failures
             if any(isinstance(error, EngineDied) for error in failures.values()):
                 break
+        else:
+            gone = EngineDied("it has not reported: its process ended at once")
+            failures |= {rank: gone for rank in self._watch.absent() if rank not in failures}
         self._failure = error_of(failures, self.size)
         raise self._failure
 

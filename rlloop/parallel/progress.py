@@ -6,6 +6,7 @@ others reports that, which distinguishes a stuck rank from those that wait for i
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -68,12 +69,12 @@ def reported(store: Store, rank: int) -> Iterator[None]:
     over = threading.Event()
 
     def report() -> None:
-        beat = 0
-        while not over.wait(PERIOD):
-            beat += 1
+        for beat in itertools.count(1):
             try:
                 store.set(_key(rank), json.dumps([beat, _Here.count, _Here.doing]))
             except DistError:  # its host has ended: so will this process
+                return
+            if over.wait(PERIOD):
                 return
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
@@ -139,6 +140,10 @@ class Watch:
         """Ranks that have not reported for `seconds`, after they once had."""
         before = time.monotonic() - seconds
         return [rank for rank, seen in enumerate(self._seen) if seen.report[0] >= 0 and seen.beat < before]
+
+    def absent(self) -> list[int]:
+        """Ranks that have never reported."""
+        return [rank for rank in range(self.size) if self._absent(rank)]
 
     def stalled(self, timeout: float) -> tuple[int, str] | None:
         """A rank that has made no progress for `timeout` seconds, and its known state; None: all make progress.

@@ -110,6 +110,18 @@ def test_a_rank_that_never_came_is_named(tmp_path):
     assert "rlloop: rank 1 of 2: no report within 5 s: not started, or ended at once. Of all ranks: rank 0 " in output
 
 
+def test_a_rank_that_died_before_its_first_report_is_named(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os, signal\nimport rlloop\nclass Engine(rlloop.Engine):\n    def __init__(self, *given, **named):\n"
+        "        if os.environ['RANK'] == '1':\n            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        super().__init__(*given, **named)\n"
+    )
+    ranks = start(tmp_path / "run", 2, "rollout.layout.dp_replicate=2", "rollout.engine._target_=dies.Engine")
+    output, codes = ended(ranks)
+    assert codes == [1, -signal.SIGKILL], output
+    assert "rlloop: rank 1 of 2: it " in output  # has not reported, or reports no more
+
+
 def test_an_error_on_one_rank_ends_all_and_is_told_with_its_number(tmp_path):
     (tmp_path / "broken.py").write_text(
         "import os\nimport rlloop\nclass Engine(rlloop.Engine):\n    def generate(self, *given):\n"
@@ -145,6 +157,8 @@ def test_killed_at_twenty_moments_it_ends_as_if_nothing_had_happened(tmp_path):
         victim = rng.choice(ranks)
         assert victim.poll() is None, f"the run was over before kill {kill + 1}"
         os.kill(victim.pid, signal.SIGKILL)
-        ended(ranks)
+        output, _ = ended(ranks)
+        named = ranks.index(victim)
+        assert named == 0 or f"rlloop: rank {named} of {size}: " in output, output
     finish(start(folder, 2, "trainer.layout.dp_shard=2", length))
     same(folder, alone, 80)
