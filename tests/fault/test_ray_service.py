@@ -7,17 +7,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rlloop
 from rlloop.errors import ConfigError, RunError
 from rlloop.training.service import TrainingService
-from rlloop.training.types import AdamParams, Datum, LoraConfig, SamplingParams
-from rlloop.types import ModelInput
+from rlloop.training.types import AdamParams, LoraConfig
 from tests.support.api_client import Api, output
 from tests.support.api_process import ApiProcess, free_port
 from tests.support.checkpoints import make_checkpoint
+from tests.support.small_training import datum, trained
 
 ray = pytest.importorskip("ray")
 
@@ -39,27 +38,6 @@ def model(tmp_path_factory):
 def remote(model):
     with rlloop.RayTrainingService(model, threads=1, **SETTINGS) as service:
         yield service
-
-
-def datum(*tokens):
-    inputs = {"target_tokens": list(tokens[1:]), "weights": [1.0] * (len(tokens) - 1)}
-    return Datum(ModelInput.from_ids(list(tokens[:-1])), inputs)
-
-
-def trained(service):
-    """Digest of the weights after three updates, and a completion that they sample."""
-    client = rlloop.ServiceClient(service).create_lora_training_client(rank=4, seed=1)
-    pairs = [
-        (client.forward_backward([datum(5, 9, 14, step, 7), datum(3, step)], "cross_entropy"),
-         client.optim_step(AdamParams(learning_rate=0.02)))
-        for step in range(3)
-    ]  # fmt: skip
-    losses = [pair[0].result().metrics["loss:sum"] for pair in pairs]
-    sampler = client.save_weights_and_get_sampling_client()
-    params = SamplingParams(max_tokens=6, seed=3)
-    answer = sampler.sample([5, 9, 14], num_samples=2, sampling_params=params).result()
-    drawn = [(each.tokens, np.float32(each.logprobs).tobytes()) for each in answer.sequences]
-    return service.weights_digest(client.model_id).result(), losses, drawn
 
 
 def test_the_bits_are_those_of_this_process(model, remote):
