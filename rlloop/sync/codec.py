@@ -94,7 +94,7 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
     """
     new_flat = new.array.reshape(-1)
     if old is None:
-        return Encoded("full", _full(new, pool), new_flat.size)
+        return begin_full(new, pool)()
     assert (old.dtype, old.shape) == (new.dtype, new.shape), "a delta is between tensors of one type and shape"
     old_flat = old.array.reshape(-1)
     kind: CodecName
@@ -114,7 +114,7 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
         shorter = coders.adaptive.encode(old_flat, new_flat, ordering, len(delta))
         kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
     if len(delta) > new.nbytes // 3:
-        full = _full(new, pool)
+        full = begin_full(new, pool)().content
         if len(full) <= len(delta):
             return Encoded("full", full, changed, compared, places)
     return Encoded(kind, delta, changed, compared, places)
@@ -208,8 +208,10 @@ def few_places(places: np.ndarray, elements: int) -> np.ndarray | None:
     return places if len(places) * SPARSE <= elements else None
 
 
-def _full(new: Bits, pool: Executor | None) -> bytes:
-    return framed(_mapped(pool, partial(encode_planes, dtype=new.dtype), _chunks(new.array.reshape(-1))))
+def begin_full(new: Bits, pool: Executor | None) -> Callable[[], Encoded]:
+    """Start encoding a whole tensor in `pool`; calling the result waits for it."""
+    planes = _mapped(pool, partial(encode_planes, dtype=new.dtype), _chunks(new.array.reshape(-1)))
+    return lambda: Encoded("full", framed(planes), new.size)
 
 
 def _encode_changes(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, coder: StepCoder) -> _Chunk:

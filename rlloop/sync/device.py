@@ -6,7 +6,7 @@ results are byte-equal with the CPU's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 
 import numpy as np
@@ -18,7 +18,6 @@ from rlloop.numerics.kernels.triton import changes as kernels
 from rlloop.sync import codec
 from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.framing import CodecError
-from rlloop.sync.manifest import CodecName
 from rlloop.sync.steps import ORDERINGS, Changes, Ordering, Patch
 
 CHUNKS = 8  # compared at a time: bounds the device memory needed beside the weights
@@ -65,7 +64,9 @@ class DeviceBits:
 
 
 def joined(several: Sequence[DeviceBits]) -> DeviceBits:
-    """Concatenate tensors of one type into one dimension."""
+    """Concatenate tensors of one type into one dimension; a single one stays as it is."""
+    if len(several) == 1:
+        return several[0]
     return DeviceBits(several[0].dtype, torch.cat([bits.flat for bits in several]))
 
 
@@ -106,8 +107,10 @@ def begin(new: DeviceBits, old: DeviceBits | None, pool: Executor) -> Callable[[
     Tensors without a device kernel (whole tensors, small ones, other types) are encoded from a copy on the host.
     """
     ordering = ORDERINGS.get(new.dtype)
-    if old is None or ordering is None or codec.is_small(new.size, ordering):
-        whole = codec.encode(new.host(), None if old is None else old.host(), pool=pool)
+    if old is None:
+        return codec.begin_full(new.host(), pool)
+    if ordering is None or codec.is_small(new.size, ordering):
+        whole = codec.encode(new.host(), old.host(), pool=pool)
         return lambda: whole
     from rlloop.sync import entropy
 
@@ -127,21 +130,6 @@ def begin(new: DeviceBits, old: DeviceBits | None, pool: Executor) -> Callable[[
         return codec.Encoded("changes", delta, changed)
 
     return finish
-
-
-def stage(codec_name: CodecName, content: bytes, old: DeviceBits) -> Patch:
-    """Decode an encoding of codec `changes` or `steps` against `old`. Raises `CodecError` for damaged content."""
-    ordering = codec.ordering_for(codec_name, old.dtype)
-    assert ordering is not None
-    starts = range(0, old.size, codec.CHUNK)
-    frames = codec.unframed(memoryview(content), len(starts))
-    return patch_of(
-        [
-            codec.read_changes(codec_name, frame, ordering, min(codec.CHUNK, old.size - start))
-            for start, frame in zip(starts, frames, strict=True)
-        ],
-        old,
-    )
 
 
 def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
@@ -196,19 +184,25 @@ def on_device(patch: Patch, like: Tensor) -> Patch:
     return Patch(torch.from_numpy(patch.places.astype(np.int64)).to(like.device), values)
 
 
-def put(patches: Sequence[tuple[Tensor, Patch]]) -> bool:
-    """Change elements of contiguous tensors on one device in place; True if memory holds the values afterwards.
+class Writes:
+    """Changed elements of contiguous tensors on one device: one kernel writes them, another reads them back."""
 
-    All tensors are written by two kernels with one synchronisation.
-    """
-    by_width = dict[int, list[tuple[Tensor, Patch]]]()
-    for tensor, patch in patches:
-        by_width.setdefault(tensor.element_size(), []).append((tensor, on_device(patch, tensor)))
-    wrong = list[Tensor]()
-    for width, some in by_width.items():
-        addresses = torch.cat([patch.places * width + tensor.data_ptr() for tensor, patch in some])
-        wrong.append(kernels.put(addresses, torch.cat([patch.values for _, patch in some])))
-    return not any(int(each) for each in wrong)
+    def __init__(self, patches: Iterable[tuple[Tensor, Patch]]) -> None:
+        by_width = dict[int, list[tuple[Tensor, Patch]]]()
+        for tensor, patch in patches:
+            by_width.setdefault(tensor.element_size(), []).append((tensor, on_device(patch, tensor)))
+        self._batches = [
+            (
+                torch.cat([patch.places * width + tensor.data_ptr() for tensor, patch in some]),
+                torch.cat([patch.values for _, patch in some]),
+            )
+            for width, some in by_width.items()
+        ]
+
+    def done(self) -> bool:
+        """Write them. True if memory holds the values afterwards."""
+        wrong = [kernels.put(addresses, values) for addresses, values in self._batches]
+        return not any(int(each) for each in wrong)
 
 
 def patched_digests(patches: Mapping[str, tuple[DeviceBits, Patch]]) -> dict[str, bytes]:

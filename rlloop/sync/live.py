@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,25 +125,27 @@ class LiveTarget:
         live.copy_(new.view(live.dtype))
 
     @torch.no_grad()
-    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
-        flat, on_device, wrong = dict[str, np.ndarray](), dict[str, Tensor](), list[str]()
-        for name, patch in patches.items():
-            live = self._live.get(name)
-            if live is not None and live.is_contiguous() and live.device.type == "cpu":
-                flat[name] = bits_of(live).array.reshape(-1)
-            elif live is not None and live.is_contiguous() and live.is_cuda:
-                on_device[name] = _integers(live.detach()).view(-1)
-            else:
-                new = patched(self.read(name), patch)
+    def prepare(self, patches: Mapping[str, Patch], threads: int) -> Callable[[], list[str]]:
+        direct = {name: live for name in patches if (live := self._live[name]).is_contiguous()}
+        flat = {name: bits_of(live).array.reshape(-1) for name, live in direct.items() if live.device.type == "cpu"}
+        on_device = {name: live for name, live in direct.items() if live.is_cuda}
+        writes = None
+        if on_device:
+            from rlloop.sync import device  # Triton's
+
+            writes = device.Writes((_integers(live.detach()), patches[name]) for name, live in on_device.items())
+
+        def change() -> list[str]:
+            wrong = patch_arrays(flat, {name: patches[name] for name in flat}, threads)
+            if writes is not None and not writes.done():
+                wrong += on_device
+            for name in patches.keys() - flat.keys() - on_device.keys():
+                new = patched(self.read(name), patches[name])
                 self.write(name, new)
                 wrong += [] if self.read(name).same(new) else [name]
-        wrong += patch_arrays(flat, {name: patches[name] for name in flat}, threads)
-        if on_device:
-            from rlloop.sync import device
+            return wrong
 
-            if not device.put([(tensor, patches[name]) for name, tensor in on_device.items()]):
-                wrong += on_device
-        return wrong
+        return change
 
     def exclusively(self, change: Callable[[], T]) -> T:
         return change() if self._exclusively is None else self._exclusively(change)

@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from rlloop.sync.store import Store
 from rlloop.sync.stream import StreamWriter
 
 AHEAD = 64  # units whose changes a device finds ahead of the entropy coder
+WHOLE_AHEAD = 4  # whole tensors that are encoded at a time: bounds the memory
 JOINED = 1 << 20  # elements
 _UNCHANGED: tuple[CodecName, int] = ("unchanged", 0)
 _JOINED: tuple[CodecName, int] = ("joined", 0)
@@ -139,7 +140,7 @@ def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) 
         known = [bits for bits in olds if bits is not None]
         if len(known) != len(group):
             raise codec.CodecError(f"{first.name} is {first.codec}, and there is no predecessor to apply it to")
-        old = known[0] if len(known) == 1 else joined(first.dtype, known)
+        old = joined(first.dtype, known)
     decoded = codec.decode(first.codec, content, first.dtype, elements(group), old)
     if len(group) == 1:
         return [decoded]
@@ -168,21 +169,17 @@ def _encoded(
 ) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
     """Names, encoding and digests of each unit, in order. With several threads, units are encoded ahead of need.
 
-    Deltas are small, so all of them are begun at once, the largest tensors first. Whole tensors are not: the next is
-    begun when the last has been taken, and its chunks are encoded in parallel.
+    Deltas are small, so all of them are begun at once, the largest tensors first; of whole tensors a few.
     """
-
     if not isinstance(next(iter(tensors.values())), Bits):
         yield from _encoded_on_device(units, tensors, base, digests, threads)
         return
 
-    def one(names: list[str], pool: Executor | None = None) -> tuple[codec.Encoded, list[bytes]]:
+    def one(names: list[str]) -> tuple[codec.Encoded, list[bytes]]:
         dtype = tensors[names[0]].dtype
-        new = tensors[names[0]] if len(names) == 1 else joined(dtype, [tensors[name] for name in names])
-        old = None
-        if base:
-            old = base[names[0]] if len(names) == 1 else joined(dtype, [base[name] for name in names])
-        encoded = codec.encode(new, old, pool=pool)
+        new = joined(dtype, [tensors[name] for name in names])
+        old = joined(dtype, [base[name] for name in names]) if base else None
+        encoded = codec.encode(new, old)
         if encoded.codec == "unchanged" and names[0] in digests:
             return encoded, [digests[names[0]]]
         return encoded, [tensors[name].digest() for name in names]
@@ -196,14 +193,24 @@ def _encoded(
             begun = {names[0]: pool.submit(one, names) for names in order}
             yield from ((names, *begun.pop(names[0]).result()) for names in units)
             return
-        for names in units:
-            hashes = [pool.submit(tensors[name].digest) for name in names]
-            new = (
-                tensors[names[0]]
-                if len(names) == 1
-                else joined(tensors[names[0]].dtype, [tensors[name] for name in names])
-            )
-            yield names, codec.encode(new, None, pool=pool), [each.result() for each in hashes]
+        hashes = dict[str, Future[bytes]]()
+
+        def begin(names: list[str]) -> Callable[[], codec.Encoded]:
+            hashes.update((name, pool.submit(tensors[name].digest)) for name in names)
+            return codec.begin_full(joined(tensors[names[0]].dtype, [tensors[name] for name in names]), pool)
+
+        for names, encoded in _in_turn(units, begin, WHOLE_AHEAD):
+            yield names, encoded, [hashes.pop(name).result() for name in names]
+
+
+def _in_turn(
+    units: list[list[str]], begin: Callable[[list[str]], Callable[[], codec.Encoded]], ahead: int
+) -> Iterator[tuple[list[str], codec.Encoded]]:
+    """Each unit with its encoding; so many are begun before the first of them is waited for."""
+    begun, waiting = deque[Callable[[], codec.Encoded]](), iter(units)
+    for names in units:
+        begun.extend(begin(later) for later in itertools.islice(waiting, ahead - len(begun)))
+        yield names, begun.popleft()()
 
 
 def _encoded_on_device(
@@ -216,20 +223,22 @@ def _encoded_on_device(
     from rlloop.sync import device  # Triton's
 
     def whole(state: Any, names: list[str]) -> Any:
-        return state[names[0]] if len(names) == 1 else device.joined([state[name] for name in names])
+        return device.joined([state[name] for name in names])
 
     with ThreadPoolExecutor(threads) as pool:
-        ahead = deque[Callable[[], codec.Encoded]]()
-        waiting = iter(units)
         hashes = device.digests({name: tensors[name] for names in units for name in names})
-        for names in units:
-            for later in itertools.islice(waiting, max(0, (AHEAD if base else 1) - len(ahead))):
-                ahead.append(device.begin(whole(tensors, later), whole(base, later) if base else None, pool))
-            yield names, ahead.popleft()(), [hashes[name] for name in names]
+
+        def begin(names: list[str]) -> Callable[[], codec.Encoded]:
+            return device.begin(whole(tensors, names), whole(base, names) if base else None, pool)
+
+        for names, encoded in _in_turn(units, begin, AHEAD if base else WHOLE_AHEAD):
+            yield names, encoded, [hashes[name] for name in names]
 
 
-def joined(dtype: str, several: Iterable[Bits]) -> Bits:
-    """Concatenate tensors of one type into one dimension."""
+def joined(dtype: str, several: Sequence[Bits]) -> Bits:
+    """Concatenate tensors of one type into one dimension; a single one stays as it is."""
+    if len(several) == 1:
+        return several[0]
     return Bits(dtype, np.concatenate([bits.array.reshape(-1) for bits in several]))
 
 

@@ -16,7 +16,7 @@ def encode_planes(patterns: np.ndarray, dtype: str = "") -> bytes:
     `dtype`: of bit patterns, whose sign is moved to the end where that makes the upper byte a whole exponent.
     """
     planes = _turned(patterns, dtype, 1).view(np.uint8).reshape(len(patterns), patterns.itemsize)
-    return framed(zstandard.ZstdCompressor(LEVEL).compress(plane.tobytes()) for plane in planes.T)
+    return framed(zstandard.ZstdCompressor(LEVEL).compress(np.ascontiguousarray(plane).data) for plane in planes.T)
 
 
 def decode_planes(content: memoryview, out: np.ndarray, dtype: str = "") -> None:

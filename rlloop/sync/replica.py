@@ -27,7 +27,7 @@ from rlloop.sync.bits import Bits, digests, processors
 from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Listing, Manifest, Refused, root_hash
 from rlloop.sync.packing import elements, groups
 from rlloop.sync.route import Cost, match, route
-from rlloop.sync.steps import Patch
+from rlloop.sync.steps import Changes, Patch
 from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
@@ -202,13 +202,17 @@ class Replica:
     def commit(self, staged: Staged) -> None:
         """COMMIT: pause, write the changed tensors in place, read them back and verify, drop caches, resume."""
         self._enter(State.commit)
-        self._staged, asked = staged, time.perf_counter()
+        self._staged = staged
+        patches = {name: new for name, new in staged.writes.items() if isinstance(new, Patch)}
+        threads = self._threads_for(patch.places for patch in patches.values())
+        put = self.target.prepare(patches, threads)
+        asked = time.perf_counter()
 
         def change() -> float:
             began = time.perf_counter()
             again, self.torn = self.torn, True
             self.target.set_version(TORN)
-            self._write(staged, again)
+            self._write(staged, put, again)
             self.run_id = staged.applied.run_id  # before its number, which may be the former run's as well
             self.target.set_version(staged.applied.step)
             self.torn = False
@@ -267,20 +271,21 @@ class Replica:
             applied = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
             self.commit(Staged(applied, {}, found, {}))
 
-    def _write(self, staged: Staged, again: bool) -> None:
-        """Write a version's changes and verify them in memory: whole tensors by digest, patched ones by their changes.
+    def _write(self, staged: Staged, put: Callable[[], list[str]], again: bool) -> None:
+        """Write a version's changes and verify them in memory: whole tensors by digest, patched ones (`put` writes
+        those) by their changes.
 
         `again`, after a commit that failed: all of them by digest, and if one is wrong, the version is fetched whole.
         """
-        patches = {name: new for name, new in staged.writes.items() if isinstance(new, Patch)}
         whole = {name: new for name, new in staged.writes.items() if not isinstance(new, Patch)}
         for name, bits in whole.items():
             self.target.write(name, bits)
         found = digests(whole, self._live, self._threads_for(whole.values()))
         wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
-        wrong += self.target.patch(patches, self._threads_for(patch.places for patch in patches.values()))
+        wrong += put()
         if again and not wrong:
-            found = digests(patches, self._live, self._threads)
+            patched = staged.writes.keys() - whole.keys()
+            found = digests(patched, self._live, self._threads)
             wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
             if wrong:
                 self.applied, self._staged, self.digests = None, None, {}
@@ -331,10 +336,10 @@ class Replica:
     def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged]) -> float:
         """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store."""
 
-        def one(group: list[Entry], content: bytes) -> list[staging.Staged]:
+        def one(group: list[Entry], content: bytes, chunks: list[Future[Changes]]) -> list[staging.Staged]:
             whole = group[0].codec in codec.WHOLE
             olds = [None if whole else self._before(entry, plan, staged) for entry in group]
-            news = staging.stage(group, content, olds)
+            news = staging.stage(group, content, olds, chunks)
             return [
                 staging.on_top(new, old) if old is not None and entry.name in staged else new
                 for entry, old, new in zip(group, olds, news, strict=True)
@@ -344,7 +349,8 @@ class Replica:
             pending: list[tuple[list[Entry], Future[list[staging.Staged]]]] = []
             for group in groups(manifest.tensors):
                 content = reader.read(group[0].start, group[0].size)
-                pending.append((group, pool.submit(one, group, content)))
+                chunks = staging.begin(group, content, pool)  # before `one`, which waits for them: first in, first out
+                pending.append((group, pool.submit(one, group, content, chunks)))
             for group, decoded in pending:
                 staged.update(zip((entry.name for entry in group), decoded.result(), strict=True))
             return reader.seconds

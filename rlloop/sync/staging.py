@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlloop.sync.bits import Bits
 from rlloop.sync.framing import CodecError, unframed
 from rlloop.sync.manifest import Entry
 from rlloop.sync.packing import elements, joined, unpack
-from rlloop.sync.steps import Ordering, Patch
+from rlloop.sync.steps import Changes, Ordering, Patch
 
 
 class Staged(NamedTuple):
@@ -29,23 +30,47 @@ class Staged(NamedTuple):
     digest: bytes | None = None
 
 
-def stage(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) -> list[Staged]:
-    """The new states of a group of tensors; `olds` are the live ones (None: new). Raises `CodecError` if damaged."""
+def begin(group: Sequence[Entry], content: bytes, pool: Executor) -> list[Future[Changes]]:
+    """Start decoding the chunks of a tensor's changes, so that threads share a large one; nothing for other groups."""
+    first = group[0]
+    if (
+        len(group) > 1
+        or (ordering := codec.ordering_for(first.codec, first.dtype)) is None
+        or first.codec == "adaptive"
+    ):
+        return []
+    sizes = [
+        min(codec.CHUNK, math.prod(first.shape) - start) for start in range(0, math.prod(first.shape), codec.CHUNK)
+    ]
+    frames = unframed(memoryview(content), len(sizes))
+    return [
+        pool.submit(codec.read_changes, first.codec, frame, ordering, size)
+        for frame, size in zip(frames, sizes, strict=True)
+    ]
+
+
+def stage(
+    group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None], chunks: Sequence[Future[Changes]]
+) -> list[Staged]:
+    """The new states of a group of tensors; `olds` are the live ones (None: new), `chunks` what `begin` returned.
+
+    Raises `CodecError` if damaged.
+    """
     first = group[0]
     known = [bits for bits in olds if bits is not None]
     if known and not isinstance(known[0], Bits):
         from rlloop.sync import device  # Triton's
 
         if first.codec in ("changes", "steps") and len(group) == len(known) == 1:
-            return [Staged(device.stage(first.codec, content, known[0]))]
+            return [Staged(device.patch_of([each.result() for each in chunks], known[0]))]
         on_device: Sequence[Any] = olds
-        return stage(group, content, [None if bits is None else bits.host() for bits in on_device])
+        return stage(group, content, [None if bits is None else bits.host() for bits in on_device], chunks)
     if first.codec not in ("changes", "steps") or len(known) != len(group):
         return [Staged(bits) for bits in unpack(group, content, olds)]
     ordering = codec.ordering_for(first.codec, first.dtype)
     assert ordering is not None
     if len(group) == 1:
-        return [_patched(first, content, known[0], ordering)]
+        return [_patched(chunks, known[0], ordering)]
     return _split(
         group, codec.decode(first.codec, content, first.dtype, elements(group), joined(first.dtype, known)), known
     )
@@ -77,7 +102,7 @@ def on_top(new: Staged, old: Bits) -> Staged:
 _scratch = threading.local()
 
 
-def _patched(entry: Entry, content: bytes, old: Bits, ordering: Ordering) -> Staged:
+def _patched(chunks: Sequence[Future[Changes]], old: Bits, ordering: Ordering) -> Staged:
     from rlloop.sync import steps_fast
 
     flat, hasher = old.array.reshape(-1), blake3(max_threads=1)
@@ -85,10 +110,8 @@ def _patched(entry: Entry, content: bytes, old: Bits, ordering: Ordering) -> Sta
         _scratch.dtype, _scratch.array = flat.dtype, np.empty(steps_fast.RANGE, flat.dtype)
     scratch: np.ndarray = _scratch.array
     patches = list[Patch]()
-    starts = range(0, len(flat), codec.CHUNK)
-    for start, frame in zip(starts, unframed(memoryview(content), len(starts)), strict=True):
-        chunk = flat[start : start + codec.CHUNK]
-        changes = codec.read_changes(entry.codec, frame, ordering, len(chunk))
+    for start, decoded in zip(range(0, len(flat), codec.CHUNK), chunks, strict=True):
+        chunk, changes = flat[start : start + codec.CHUNK], decoded.result()
         if not len(changes.gaps):
             hasher.update(chunk.view(np.uint8).data)
             continue

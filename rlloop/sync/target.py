@@ -35,10 +35,10 @@ class Target(Protocol):
         """In place. Called only inside `exclusively`."""
         ...
 
-    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
-        """Change some elements in place, then read them back. Called only inside `exclusively`.
+    def prepare(self, patches: Mapping[str, Patch], threads: int) -> Callable[[], list[str]]:
+        """A function that changes some elements in place, then reads them back; called only inside `exclusively`.
 
-        Returns the parameters that do not hold what was written.
+        It returns the parameters that do not hold what was written. Whatever needs no pause is done before it returns.
         """
         ...
 
@@ -116,11 +116,12 @@ class MemoryTarget:
         self.state[name] = bits
         self._own.add(name)
 
-    def patch(self, patches: Mapping[str, Patch], threads: int) -> list[str]:
+    def prepare(self, patches: Mapping[str, Patch], threads: int) -> Callable[[], list[str]]:
         for name in patches.keys() - self._own:
             self.state[name] = self.state[name].copy()
         self._own |= patches.keys()
-        return patch_arrays({name: self.state[name].array.reshape(-1) for name in patches}, patches, threads)
+        flat = {name: self.state[name].array.reshape(-1) for name in patches}
+        return lambda: patch_arrays(flat, patches, threads)
 
     def exclusively(self, change: Callable[[], T]) -> T:
         return change()

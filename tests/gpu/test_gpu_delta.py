@@ -71,7 +71,7 @@ def test_changes_are_the_cpus(dtype, count, rate):
         patch = device.patch_of(found, was)
         assert len(patch.places) == np.count_nonzero(old != new)
         assert device.patched(was, patch).same(now)
-        assert device.put([(was.flat, patch)])
+        assert device.Writes([(was.tensor, patch)]).done()
         assert was.same(now)
 
 

@@ -2,7 +2,8 @@
 
 A class is a pattern's exponent, its sign aside; a step is a difference in the order of values. A table counts each
 class's elements in every block of `BLOCK`; its running sum says how many lie before a block, so a change needs only its
-own block to find its rank, or its place.
+own block to find its rank, or its place. The blocks of a class lie side by side, since PyTorch sums along the last
+dimension in parallel, and along any other by one thread for each of its rows.
 """
 
 from __future__ import annotations
@@ -58,24 +59,28 @@ def _within(value, BITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _count(patterns, table, n, MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr):
+def _count(
+    patterns, table, n, MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr,
+    CLASSES: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     found = tl.histogram(_class(tl.load(patterns + at, inside, 0), MASK, SHIFT), CLASSES, inside)
-    tl.store(table + block * CLASSES + tl.arange(0, CLASSES), found)
+    first = (block // PER_CHUNK) * CLASSES * PER_CHUNK + block % PER_CHUNK
+    tl.store(table + first + tl.arange(0, CLASSES) * PER_CHUNK, found)
 
 
 def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
-    """[chunks, blocks, 256] int32: elements of each class in a chunk's earlier blocks. `patterns` is flat."""
+    """[chunks, 256, blocks] int32: elements of each class in a chunk's earlier blocks. `patterns` is flat."""
     assert chunk % BLOCK == 0, chunk
-    blocks, chunks = triton.cdiv(len(patterns), BLOCK), triton.cdiv(len(patterns), chunk)
-    table = torch.empty(chunks, chunk // BLOCK, CLASSES, dtype=torch.int32, device=patterns.device)
-    table.view(-1, CLASSES)[blocks:].zero_()
-    _count[(blocks,)](
-        patterns, table, len(patterns), MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, CLASSES=CLASSES, num_warps=4
-    )
-    return table.cumsum(1, dtype=torch.int32).sub_(table)
+    chunks, blocks = triton.cdiv(len(patterns), chunk), chunk // BLOCK
+    table = torch.empty(chunks, CLASSES, blocks, dtype=torch.int32, device=patterns.device)
+    _count[(chunks * blocks,)](
+        patterns, table, len(patterns), MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=blocks,
+        CLASSES=CLASSES, num_warps=4,
+    )  # fmt: skip
+    return table.cumsum(2, dtype=torch.int32).sub_(table)
 
 
 @triton.jit(do_not_specialize=["n", "found"])
@@ -93,9 +98,10 @@ def _locate(
     at = (block * BLOCK)[:, None] + lane[None, :]
     others = _class(tl.load(old + at, (at < place[:, None]) & inside[:, None], 0), MASK, SHIFT)
     earlier = tl.sum(((others == which[:, None]) & (at < place[:, None])).to(tl.int32), 1)
-    rank = tl.load(before + block * CLASSES + which, inside, 0) + earlier
+    row = (block // PER_CHUNK) * CLASSES + which
+    rank = tl.load(before + row * PER_CHUNK + block % PER_CHUNK, inside, 0) + earlier
     step = _within(_ordered(tl.load(new + place, inside, 0), BITS, FLOATING) - _ordered(was, BITS, FLOATING), BITS)
-    tl.store(keys + one, ((block // PER_CHUNK) * CLASSES + which).to(tl.int16), inside)
+    tl.store(keys + one, row.to(tl.int16), inside)
     tl.store(ranks + one, rank, inside)
     tl.store(zigzags + one, tl.where(step > 0, 2 * step - 2, -2 * step - 1), inside)
 
@@ -109,7 +115,7 @@ def locate(old: Tensor, new: Tensor, places: Tensor, before: Tensor, order: Orde
     if found:
         _locate[(triton.cdiv(found, _FOUND),)](
             old, new, places, before, keys, ranks, zigzags, len(old), found, BITS=order.bits, FLOATING=order.floating,
-            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[1], CLASSES=CLASSES, FOUND=_FOUND,
+            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2], CLASSES=CLASSES, FOUND=_FOUND,
             num_warps=4,
         )  # fmt: skip
     return Located(keys, ranks, zigzags)
@@ -124,14 +130,14 @@ def _place(
     one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
     inside = one < found
     key, rank = tl.load(keys + one, inside, 0).to(tl.int64), tl.load(ranks + one, inside, 0)
-    which, first = (key % CLASSES).to(tl.int32), (key // CLASSES) * PER_CHUNK
+    which = (key % CLASSES).to(tl.int32)
     low, high = tl.zeros((FOUND,), tl.int64), tl.full((FOUND,), PER_CHUNK - 1, tl.int64)
     for _ in range(STEPS):  # the last block with no more than `rank` before it
         middle = (low + high + 1) // 2
-        reached = tl.load(before + (first + middle) * CLASSES + which, inside, 0) <= rank
+        reached = tl.load(before + key * PER_CHUNK + middle, inside, 0) <= rank
         low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
-    block, lane = first + low, tl.arange(0, BLOCK)
-    rank -= tl.load(before + block * CLASSES + which, inside, 0)
+    rank -= tl.load(before + key * PER_CHUNK + low, inside, 0)
+    block, lane = (key // CLASSES) * PER_CHUNK + low, tl.arange(0, BLOCK)
     at = (block * BLOCK)[:, None] + lane[None, :]
     valid = (at < n) & inside[:, None]
     own = ((_class(tl.load(old + at, valid, 0), MASK, SHIFT) == which[:, None]) & valid).to(tl.int32)
@@ -155,8 +161,8 @@ def place(old: Tensor, before: Tensor, located: Located, order: Order) -> tuple[
     if found:
         _place[(triton.cdiv(found, _FOUND),)](
             old, before, *located, places, values, len(old), found, BITS=order.bits, FLOATING=order.floating,
-            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[1],
-            STEPS=before.shape[1].bit_length(), CLASSES=CLASSES, FOUND=_FOUND, num_warps=4,
+            MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2],
+            STEPS=before.shape[2].bit_length(), CLASSES=CLASSES, FOUND=_FOUND, num_warps=4,
         )  # fmt: skip
     return places, values
 
