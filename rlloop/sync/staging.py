@@ -64,7 +64,9 @@ def stage(
         if first.codec in ("changes", "steps") and len(group) == len(known) == 1:
             return [Staged(device.patch_of([each.result() for each in chunks], known[0]))]
         on_device: Sequence[Any] = olds
-        return stage(group, content, [None if bits is None else bits.host() for bits in on_device], chunks)
+        hosts = [None if bits is None else bits.host() for bits in on_device]
+        news = stage(group, content, hosts, chunks)
+        return [new if old is None else _as_patch(new, old) for new, old in zip(news, hosts, strict=True)]
     if first.codec not in ("changes", "steps") or len(known) != len(group):
         return [Staged(bits) for bits in unpack(group, content, olds)]
     ordering = codec.ordering_for(first.codec, first.dtype)
@@ -137,10 +139,17 @@ def _moved(places: np.ndarray, start: int, count: int) -> np.ndarray:
 
 def _split(group: Sequence[Entry], new: Bits, olds: Sequence[Bits]) -> list[Staged]:
     """Split a joined group into tensors, each as a patch of its changed elements."""
-    staged, flat, start = list[Staged](), new.array, 0
-    for entry, old in zip(group, olds, strict=True):
-        own = Bits(entry.dtype, flat[start : start + math.prod(entry.shape)].reshape(entry.shape))
-        start += own.size
-        places = np.flatnonzero(own.array.reshape(-1) != old.array.reshape(-1)).astype(np.uint32)
-        staged.append(Staged(Patch(places, own.array.reshape(-1)[places]), own.digest()))
-    return staged
+    starts = np.cumsum([0, *(old.size for old in olds)])
+    return [
+        _as_patch(Staged(Bits(entry.dtype, new.array[start : start + old.size].reshape(entry.shape))), old)
+        for entry, old, start in zip(group, olds, starts[:-1], strict=True)
+    ]
+
+
+def _as_patch(new: Staged, old: Bits) -> Staged:
+    """A whole tensor as its changed elements, which need no hashing while requests wait."""
+    if isinstance(new.change, Patch):
+        return new
+    was, now = old.array.reshape(-1), new.change.array.reshape(-1)
+    places = np.flatnonzero(was != now)
+    return Staged(Patch(_moved(places, 0, len(now)), now[places]), new.change.digest())
