@@ -37,6 +37,7 @@ class Tiles(NamedTuple):
 DECODE = Tiles(16, 1, 2)
 MANY = Tiles(64, 4, 3)  # where a sequence has more than one query, or more heads share keys than fit
 LONG = Tiles(128, 8, 3)  # the same where contexts may be longer than a segment
+BROAD = Tiles(64, 4, 2)  # likewise; of heads of more than 128 numbers no more fit into shared memory
 FLOAT32 = Tiles(64, 4, 1)
 # Latent attention: a key is its value and a little more, and is read in those two parts. One choice for every phase.
 WIDE = 256  # numbers of a value
@@ -316,8 +317,10 @@ def attention(
         tiles = WIDE_FLOAT32 if wide else FLOAT32
     elif wide:
         tiles = WIDE_HALF
+    elif single and share <= DECODE.rows:
+        tiles = DECODE
     else:
-        tiles = DECODE if single and share <= DECODE.rows else LONG if form == 1 else MANY
+        tiles = BROAD if width > 128 else LONG if form == 1 else MANY
     one = single and share <= tiles.rows
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
