@@ -78,6 +78,7 @@ __all__ = [
     "fp8_gated_experts",
     "fp8_product",
     "fp8_rows",
+    "families_backward",
     "full_attention",
     "full_attention_backward",
     "gated_experts",
@@ -160,6 +161,14 @@ def attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale, window)
+
+
+def families_backward(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    start = layout.query_start
+    return dense_backward.attention_backward(q, k, v, start, out, lse, grad, scale, window, families=layout)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:
