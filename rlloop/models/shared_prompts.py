@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from rlloop.models.transformer import Model
-from rlloop.numerics.layout import SHARED_TILE, AttentionLayout
+from rlloop.numerics.layout import SHARED_TILE
 from rlloop.types import ModelInput
 
 
@@ -47,7 +46,7 @@ def why_not_shared(model: Model, *, trains: bool) -> str | None:
 
 
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
-    """[rows]: how many tokens each row need not compute because the row before it has them; a multiple of `SHARED_TILE`.
+    """[rows]: how many tokens each row can take from the row before it, its first ones; a multiple of `SHARED_TILE`.
 
     Rows share a prompt (the tokens before the first predicted one) that is the same as a whole, and text alone.
     """

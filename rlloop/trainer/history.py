@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import make_step_batch
 from rlloop.trainer.leaves import all_leaves, forward, forwards, recomputed
 from rlloop.trainer.moe import MoeTraining

@@ -124,14 +124,13 @@ def test_gradients_know_neither_threads_nor_neighbours():
 
 
 def test_families_of_one_are_whole_sequences():
+    """Also beside others: their gradients have the same bits."""
+    assert AttentionLayout.of_families([[70], [3]]).families is None
     leaves = tensors(24)
-    lengths = [70, 200, 3, 64, 64, 1]
-    lengths[-1] = len(leaves[0]) - sum(lengths[:-1])
-    made, whole = (
-        gradients(layout, leaves, slopes_of(leaves))
-        for layout in (AttentionLayout.of_families([[n] for n in lengths]), AttentionLayout.of_sequences(lengths))
-    )
-    assert all(same_bits(a, b) for a, b in zip(made, whole, strict=True))
+    made = gradients(SHARED, leaves, slopes_of(leaves))
+    own = slice(0, FAMILIES[0][0])
+    alone = gradients(AttentionLayout.of_sequences(FAMILIES[0]), [x[own] for x in leaves], slopes_of(leaves)[own])
+    assert all(same_bits(a, b[own]) for a, b in zip(alone, made, strict=True))
 
 
 def test_latents_share_a_prefix():
@@ -145,7 +144,7 @@ def test_latents_share_a_prefix():
     made = torch.autograd.grad(out, leaves, slopes)
     of_q, of_k, of_v = exact_gradients((q, k, k[..., :256]), slopes)
     of_k[..., :256] += of_v
-    assert all((a.double() - b).norm() < 2e-6 * b.norm() for a, b in zip(made, (of_q, of_k), strict=True))
+    assert all((a.double() - b).norm() < 5e-6 * b.norm() for a, b in zip(made, (of_q, of_k), strict=True))
 
 
 def test_sparse_attention_shares_forwards_only():

@@ -60,6 +60,7 @@ from rlloop.numerics.kernels.triton.token_logprob import (
     token_logprob,
     token_logprob_backward,
 )
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.packed import is_packed
 
 __all__ = [
@@ -74,11 +75,11 @@ __all__ = [
     "combine",
     "combine_backward",
     "dequantised",
+    "families_backward",
     "fp8_dequantised",
     "fp8_gated_experts",
     "fp8_product",
     "fp8_rows",
-    "families_backward",
     "full_attention",
     "full_attention_backward",
     "gated_experts",
