@@ -35,6 +35,16 @@ class RoutingRecord:
         """[T, top_k]: the experts to replay in a layer; None: the layer's own choice."""
         return None if self._replayed is None else self._replayed[self._range, layer]
 
+    @property
+    def replays(self) -> bool:
+        return self._replayed is not None
+
+    def spread(self, places: Tensor) -> None:
+        """Make this a record of the tokens that stand at `places` [N] int64 of the forward, some of them repeatedly."""
+        for layer, scores in self.scores.items():
+            self._chosen[layer], self.scores[layer] = self._chosen[layer][places], scores.index_select(0, places)
+        self._selected = {layer: selected[places] for layer, selected in self._selected.items()}
+
     def own(self, begin: int, end: int) -> RoutingRecord:
         """A part of this record for one rank's range of tokens; `gather` makes it whole."""
         self._range = slice(begin, end)

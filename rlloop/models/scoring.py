@@ -12,6 +12,7 @@ from torch import Tensor
 from rlloop.errors import ConfigError
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.routing_record import RoutingRecord
+from rlloop.models.shared_prompts import Pieces, shared_tokens, why_not_shared
 from rlloop.models.transformer import Model
 from rlloop.models.vision import PlacedFeatures, check_images, place_features
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
@@ -77,6 +78,7 @@ def score(
     replay: bool = False,
     watch: Callable[[RoutingRecord, list[ScoreRow]], None] | None = None,
     record: RedrawRecord | None = None,
+    share: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprob and entropy of every predicted token, from one forward over the sequences laid end to end.
 
@@ -85,13 +87,16 @@ def score(
     `replay` every token takes the experts that its row has recorded. `watch` is called with the model's choices and the
     rows that they are of: those with a token to predict. `record` collects raw logprobs and redrawn tokens.
 
+    The prompt that consecutive rows have in common is computed once, with the same bits, without a gradient. `share`:
+    with a gradient as well, which is then a sum of another order. Where `shared_prompts` cannot, rows stay whole.
+
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     tick()
     _check(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = RoutingRecord(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
-    scored = _score(model, used, routes, record)
+    scored = _score(model, used, routes, record, share)
     if watch is not None and used:
         watch(routes, used)
     return scored
@@ -244,13 +249,17 @@ def likeliest(
 
 
 def _score(
-    model: Model, rows: Sequence[ScoreRow], routes: RoutingRecord | None = None, record: RedrawRecord | None = None
+    model: Model,
+    rows: Sequence[ScoreRow],
+    routes: RoutingRecord | None = None,
+    record: RedrawRecord | None = None,
+    share: bool = False,
 ) -> tuple[Tensor, Tensor]:
     device = model.context.device
     used = [row for row in rows if len(row.predict)]
     if not used:
         return torch.zeros(0, device=device), torch.zeros(0, device=device)
-    hidden, targets, warp, counts = _predicted(model, used, routes)
+    hidden, targets, warp, counts = _predicted(model, used, routes, share)
     cp = model.context.ranks("cp")
     own = slice(sum(counts[: cp.rank]), sum(counts[: cp.rank + 1]))  # of all predicted tokens, this rank's
     targets, warp = targets[own], warp if cp.size == 1 else warp.rows(own.start, own.stop)
@@ -273,7 +282,7 @@ def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _predicted(
-    model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None
+    model: Model, used: Sequence[ScoreRow], routes: RoutingRecord | None, share: bool = False
 ) -> tuple[Tensor, Tensor, LogitsProcessing, list[int]]:
     """One forward for all rows: hidden states [N, D] that the predicted tokens come from, these tokens [N], and how
     their logits are processed; of hidden states each context-parallel rank has its own, as many as the counts say."""
@@ -281,19 +290,23 @@ def _predicted(
     picked = [np.asarray(row.predict, np.int64) for row in used]
     # The last scored token, and those after it, are not read: nothing is predicted from them.
     tokens = [np.asarray(row.token_ids, np.int64) for row in used]
-    lengths = [int(at[-1]) for at in picked]
-    starts = np.cumsum([0, *lengths[:-1]])
+    lengths, trains = [int(at[-1]) for at in picked], torch.is_grad_enabled()
+    replays = routes is not None and routes.replays
+    sharing = (share or not trains) and not replays and why_not_shared(model, trains=trains) is None
+    pieces = Pieces.of(lengths, shared_tokens(used) if sharing else [0] * len(used))
 
     def flat(arrays: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device)
 
     hidden = model.hidden(
-        flat([ids[:length] for ids, length in zip(tokens, lengths, strict=True)]),
-        torch.from_numpy(_positions(used, lengths)).to(device),
-        AttentionLayout.of_sequences(lengths, device),
+        flat([tokens[row][begin:end] for row, begin, end in pieces.spans]),
+        torch.from_numpy(_positions(used, pieces.spans)).to(device),
+        AttentionLayout.of_families(pieces.families, device),
         routes=routes,
-        images=_images(model, used, lengths, starts.tolist()),
+        images=_images(model, used, lengths, pieces.starts.tolist()),
     )
+    if routes is not None and pieces.shares:
+        routes.spread(flat(pieces.places))
     warp = warp_for(
         [row.sampling for row in used],
         _tokens_made(picked),
@@ -301,7 +314,7 @@ def _predicted(
         device=device,
         counts=[len(at) for at in picked],
     )
-    before = flat([at - 1 + start for at, start in zip(picked, starts, strict=True)])
+    before = flat([at - 1 + start for at, start in zip(picked, pieces.starts, strict=True)])
     scored = [
         row.targets if row.targets is not None else ids[at] for row, ids, at in zip(used, tokens, picked, strict=True)
     ]
@@ -334,9 +347,9 @@ def _images(
     return place_features(parts, model.see)
 
 
-def _positions(rows: Sequence[ScoreRow], lengths: Sequence[int]) -> np.ndarray:
+def _positions(rows: Sequence[ScoreRow], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """[T] int64, or [axes, T] where a row has positions of several axes: a text's are the same on each."""
-    positions = [row.positions(length) for row, length in zip(rows, lengths, strict=True)]
+    positions = [rows[row].positions(end)[..., begin:] for row, begin, end in spans]
     axes = max((each.shape[:-1] for each in positions), key=len)
     return np.concatenate([np.broadcast_to(each, (*axes, each.shape[-1])) for each in positions], axis=-1)
 

@@ -114,7 +114,7 @@ class _SpreadAttention(torch.autograd.Function):
     """Attention by heads, whose backward is by sequences.
 
     Query heads of several ranks read one key-value head, so its gradient is a sum over ranks. In the backward each rank
-    gets all heads of some sequences and computes their whole attention, so the sums are those of one rank.
+    gets all heads of some families of sequences and computes their whole attention, so the sums are those of one rank.
     """
 
     @staticmethod
@@ -130,9 +130,10 @@ class _SpreadAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, selected = ctx.saved_tensors
         queries, groups, ranks = ctx.queries, ctx.groups, ctx.queries.ranks
-        lengths: list[int] = ctx.layout.query_start.diff().tolist()
-        shares = spans([length**2 for length in lengths], ranks.size)
-        rows = [sum(lengths[begin:end]) for begin, end in shares]
+        families = ctx.layout.family_lengths()
+        tokens = [sum(family) for family in families]
+        shares = spans([count**2 for count in tokens], ranks.size)
+        rows = [sum(tokens[begin:end]) for begin, end in shares]
         first = sum(rows[: ranks.rank])
         own = slice(first, first + rows[ranks.rank])
 
@@ -143,7 +144,7 @@ class _SpreadAttention(torch.autograd.Function):
         begin, end = shares[ranks.rank]
         if rows[ranks.rank]:
             with torch.enable_grad():
-                layout = AttentionLayout.of_sequences(lengths[begin:end], q.device)
+                layout = AttentionLayout.of_families(families[begin:end], q.device)
                 out = ctx.attend(*inputs, layout, None if selected is None else selected[own])
                 made: Sequence[Tensor] = torch.autograd.grad(out, inputs, grad)
         else:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+
+SHARED_TILE = 64  # tokens; a shared prefix is a multiple of it, so that no tile of keys has those of two sequences
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,9 @@ class AttentionLayout:
     position `context[s]`. Its key and value at position j lie in slot
     `block_start[s, j // block_size] + j % block_size` of the key and value stores. Two forms: the trainer's, where the
     stores are the flat tokens themselves (one block a sequence), and the engine's, where they are a paged cache.
+
+    In the trainer's form sequences may be in families: the sequences families[f] up to families[f + 1], of which the
+    first is a prefix and the others go on from its end, so that they read its keys, all of them, before their own.
     """
 
     query_start: torch.Tensor  # [S + 1] int64
@@ -25,6 +31,7 @@ class AttentionLayout:
     block_start: torch.Tensor  # [S, B] int64
     block_size: int
     contiguous: bool  # True: the stores are the flat tokens, and gradients can flow
+    families: tuple[int, ...] | None = None  # [F + 1] indices of sequences; None: each is a family of its own
 
     @cached_property
     def sequences(self) -> torch.Tensor:
@@ -51,6 +58,60 @@ class AttentionLayout:
             block_size=max(lengths, default=1),
             contiguous=True,
         )
+
+    @classmethod
+    def of_families(cls, families: list[list[int]], device: str | torch.device = "cpu") -> AttentionLayout:
+        """The trainer's form with shared prefixes: lengths of the sequences of each family, laid end to end.
+
+        Example: [[128, 5, 9], [70]] has two sequences of 133 and 137 tokens, which share 128, and one of 70. Raises
+        ValueError where a prefix that others go on from is not a multiple of `SHARED_TILE`, 1 or more times. Without
+        such prefixes: `of_sequences`.
+        """
+        if all(len(each) == 1 for each in families):
+            return cls.of_sequences([length for (length,) in families], device)
+        if wrong := [each for each in families if len(each) > 1 and (each[0] % SHARED_TILE or not each[0])]:
+            raise ValueError(f"{wrong[0][0]} tokens cannot be shared; a shared prefix has a multiple of {SHARED_TILE}")
+        lengths = [length for each in families for length in each]
+        shared = [each[0] if index else 0 for each in families for index in range(len(each))]
+        starts = list(accumulate(lengths, initial=0))
+        firsts = list(accumulate(map(len, families), initial=0))
+        prefixes = [starts[first] for first, each in zip(firsts, families, strict=False) for _ in each]
+        blocks = torch.zeros(
+            len(lengths), max(-(-sum(each) // SHARED_TILE) for each in zip(shared, lengths, strict=True)),
+            dtype=torch.int64,
+        )  # fmt: skip
+        for row, before, prefix, (begin, end) in zip(blocks, shared, prefixes, pairwise(starts), strict=True):
+            slots = [*range(prefix, prefix + before, SHARED_TILE), *range(begin, end, SHARED_TILE)]
+            row[: len(slots)] = torch.tensor(slots)
+        return cls(
+            query_start=torch.tensor(starts, device=device),
+            context=torch.tensor(shared, dtype=torch.int64, device=device),
+            block_start=blocks.to(device),
+            block_size=SHARED_TILE,
+            contiguous=True,
+            families=tuple(firsts),
+        )
+
+    def family_lengths(self) -> list[list[int]]:
+        """What `of_families` takes."""
+        lengths = self.query_start.diff().tolist()
+        return [lengths[first:end] for first, end in pairwise(self.families or range(len(lengths) + 1))]
+
+    @cached_property
+    def prefixes(self) -> torch.Tensor:
+        """Flat index of the first token of each sequence's family. [S] int64"""
+        assert self.families is not None
+        firsts = [first for first, end in pairwise(self.families) for _ in range(first, end)]
+        return self.query_start[torch.tensor(firsts, dtype=torch.int64, device=self.query_start.device)]
+
+    @cached_property
+    def readers(self) -> torch.Tensor:
+        """Flat index after the last token that reads keys of each sequence. [S] int64"""
+        assert self.families is not None
+        last = list(range(1, len(self.context) + 1))
+        for first, end in pairwise(self.families):
+            last[first] = end
+        return self.query_start[torch.tensor(last, dtype=torch.int64, device=self.query_start.device)]
 
 
 @dataclass(frozen=True)

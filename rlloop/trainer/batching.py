@@ -13,6 +13,7 @@ from torch import Tensor
 from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
+from rlloop.models.shared_prompts import shared_tokens
 from rlloop.types import ModelInput, Sample, SamplingParams, as_model_input
 
 
@@ -88,6 +89,7 @@ class StepBatch:
     mask: Tensor  # [N] bool
     total_tokens: int  # trained tokens: those that `mask` keeps
     total_sequences: int  # sequences with at least one trained token
+    shared: list[int] | None = None  # tokens of each sequence that another of its micro-batch has; None: none shares
 
     def loss_batch(self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor, ref: Tensor | None) -> LossBatch:
         """A loss's view of one micro-batch of n tokens. logprobs, entropy, ref: [n].
@@ -131,8 +133,9 @@ def make_step_batch(
     max_batch_tokens: int,
     old_logprobs: Sequence[np.ndarray] | None = None,
     device: torch.device | str = "cpu",
+    share: bool = False,
 ) -> StepBatch:
-    """Flatten a batch.
+    """Flatten a batch. `share`: a micro-batch computes a prompt that sequences in a row have in common once.
 
     Raises `ConfigError` for a batch without trained tokens, a sequence above the budget, or rollout logprobs that only
     some of the sequences have.
@@ -154,12 +157,17 @@ def make_step_batch(
 
     advantages = flat([item.advantages for item in sequences])
     assert advantages is not None
+    rows = [
+        ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected, item.model_input)
+        for item in sequences
+    ]
+    shared = shared_tokens(rows) if share else [0] * len(rows)
+    micro_batches = _split([len(row.token_ids) for row in rows], shared, counts, max_batch_tokens)
+    for micro in micro_batches:
+        shared[micro.sequences.start] = 0  # the first one computes its prompt
     return StepBatch(
-        rows=[
-            ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected, item.model_input)
-            for item in sequences
-        ],
-        micro_batches=_split([len(item.token_ids) for item in sequences], counts, max_batch_tokens),
+        rows=rows,
+        micro_batches=micro_batches,
         counts=counts,
         sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),
         advantages=advantages,
@@ -168,22 +176,23 @@ def make_step_batch(
         mask=torch.from_numpy(np.concatenate(masks)).to(device),
         total_tokens=sum(kept),
         total_sequences=sum(count > 0 for count in kept),
+        shared=shared if share else None,
     )
 
 
-def _split(lengths: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
-    """Fill each micro-batch in batch order up to `budget` tokens; only lengths decide."""
+def _split(lengths: list[int], shared: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
+    """Fill each micro-batch in batch order up to `budget` tokens to compute; only lengths and what is shared decide."""
     if max(lengths) > budget:
         raise ConfigError(
             f"trainer.max_batch_tokens is {budget}, and a sequence of {max(lengths)} tokens does not fit; "
             f"set it to at least {max(lengths)}, or make prompts or rollout.max_tokens shorter"
         )
     cuts, filled = [0], 0
-    for index, length in enumerate(lengths):
-        if filled + length > budget:
+    for index, (length, known) in enumerate(zip(lengths, shared, strict=True)):
+        if filled + length - known > budget:
             cuts.append(index)
-            filled = 0
-        filled += length
+            filled, known = 0, 0
+        filled += length - known
     cuts.append(len(lengths))
     offset = np.concatenate([[0], np.cumsum(counts)]).tolist()
     return [MicroBatch(slice(a, b), slice(offset[a], offset[b])) for a, b in pairwise(cuts)]

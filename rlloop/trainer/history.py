@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import make_step_batch
 from rlloop.trainer.leaves import all_leaves, forward, forwards, recomputed
 from rlloop.trainer.moe import MoeTraining
@@ -55,14 +56,15 @@ class WeightHistory:
         results: dict[int, Sequence[np.ndarray]] = {}
         made = [sample.completion.token_versions for sample in samples]
         self._moe.begin()
+        shares = not self._moe.replay and why_not_shared(self._twin, trains=False) is None
         for version in sorted({int(version) for each in made for version in np.unique(each)}):
             indices = [i for i, each in enumerate(made) if (each == version).any()]
             ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
                 [samples[i] for i in indices],
                 max_batch_tokens=self._max_batch_tokens,
-                old_logprobs=None,
                 device=self._twin.context.device,
+                share=shares,
             )
             work = partial(forward, self._twin, batch, moe=self._moe, redraws=self._redraws)
             leaves = forwards(batch.micro_batches, self._ranks, work, self._twin.without_tokens)

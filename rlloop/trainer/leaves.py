@@ -36,7 +36,8 @@ def forward(model: Model, step: StepBatch, micro: MicroBatch, moe: MoeTraining, 
     """One forward of the policy over a micro-batch. `redraws` as for `Trainer`; None: nothing is compared."""
     record = None if redraws is None else step.redraw_record(redraws)
     rows = step.rows[micro.sequences]
-    logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record)
+    share = step.shared is not None
+    logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record, share=share)
     if record is None:
         return Leaf(logprobs, entropy)
     return Leaf(logprobs, entropy, record.raw_logprobs, record.token_ids)

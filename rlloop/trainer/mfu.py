@@ -47,18 +47,18 @@ def active_weights(model: Model) -> float:
     )
 
 
-def operations(model: Model, lengths: Iterable[int]) -> float:
-    """Floating-point operations of forward and backward over sequences of these lengths."""
+def operations(model: Model, spans: Iterable[tuple[int, int]]) -> float:
+    """Floating-point operations of forward and backward over sequences, of which tokens are computed from and up to."""
     config = model.config
     width = config.num_heads * config.head_dim
     if config.latent is not None:
         width = config.num_heads * (config.latent.nope_dim + config.latent.rope_dim + config.latent.v_dim) / 2
     weights, attention = active_weights(model), 6 * len(config.attention_layers) * width
-    return sum(6 * weights * length + attention * length**2 for length in lengths)
+    return sum(6 * weights * (end - begin) + attention * (end**2 - begin**2) for begin, end in spans)
 
 
-def utilisation(model: Model, lengths: Iterable[int], seconds: float) -> dict[str, Mean]:
+def utilisation(model: Model, spans: Iterable[tuple[int, int]], seconds: float) -> dict[str, Mean]:
     """`perf/mfu` of an update, of all GPUs of the layout; empty where the device's peak is unknown."""
     rate = peak(model.context.device, model.dtype)
     gpus = model.context.layout.world_size
-    return {} if rate is None else {"perf/mfu": Mean(operations(model, lengths), rate * gpus * seconds)}
+    return {} if rate is None else {"perf/mfu": Mean(operations(model, spans), rate * gpus * seconds)}

@@ -23,6 +23,7 @@ from rlloop.metrics import Mean, Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.models.scoring import score_prompt
+from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights
@@ -47,7 +48,7 @@ class UpdateResult:
     metrics: dict[str, Reduction]  # the loss's own and `loss/total`, over the whole step
     tokens: int  # trained
     sequences: int  # with at least one trained token
-    forward_tokens: int  # of all sequences, prompts included
+    forward_tokens: int  # of all sequences, prompts included; what they share counts for each
     micro_batches: int
 
     @property
@@ -60,8 +61,9 @@ class Trainer:
     """Trains `model`: owns its masters; an engine may share its parameters (the compute copy).
 
     A gradient is a function of the batch alone: denominators are those of the whole `forward_backward`, so
-    `max_batch_tokens` changes memory and speed, and in the gradient only the order of float32 sums. Gradients of
-    several `forward_backward` calls add up until `optim_step`, each under its own denominators.
+    `max_batch_tokens` changes memory and speed, and in the gradient only the order of float32 sums, as
+    `share_prompts` does. Gradients of several `forward_backward` calls add up until `optim_step`, each under its own
+    denominators.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class Trainer:
 
         `redraws`: draw an engine's tokens again, to compare them.
 
-        Sets `model.checkpoint_layers` to `config.checkpoint_layers`.
+        Sets `model.checkpoint_layers` to `config.checkpoint_layers`. Raises `ConfigError` for settings that the model
+        does not support.
         """
         self.model = model
         self.config = config
@@ -84,6 +87,8 @@ class Trainer:
         in_layers = sharded and model.adapter is None  # what an adapter leaves frozen stays whole
         if config.offload == "masters" and model.dtype not in NARROW:
             raise ConfigError(MASTERS_STAY.format(str(model.dtype).removeprefix("torch.")))
+        if config.share_prompts and (reason := why_not_shared(model, trains=True)) is not None:
+            raise ConfigError(f"trainer.share_prompts: {reason}; set it to false")
         self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters")
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
@@ -97,7 +102,7 @@ class Trainer:
 
     def recompute(self, batch: Batch) -> Recomputed:
         """[P] a sequence, without training: the bits that `forward_backward` would report now."""
-        step = self._flatten(batch)
+        step = self._flatten(batch, share=why_not_shared(self.model, trains=False) is None)
         self.moe.begin()
         leaves = self._score(step)
         self.moe.gather(self._ranks)
@@ -288,9 +293,13 @@ class Trainer:
         """Everything besides the weights that decides the bits of logprobs; equal to the engine's where they agree."""
         return self.model.fingerprint()
 
-    def _flatten(self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None) -> StepBatch:
+    def _flatten(
+        self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None, *, share: bool | None = None
+    ) -> StepBatch:
+        """`share`: None for what the configuration says."""
+        share = (self.config.share_prompts if share is None else share) and not self.moe.replay
         budget, device = self.config.max_batch_tokens, self.model.context.device
-        return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device)
+        return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device, share=share)
 
     def _begin(self) -> None:
         if not self._has_gradient:
@@ -325,12 +334,15 @@ class Trainer:
     ) -> UpdateResult:
         """Build the result. What is recomputed is on the host, so the device has finished and the time is complete."""
         lengths, again = [len(row.token_ids) for row in step.rows], recomputed(step, leaves)
+        shared = step.shared or [0] * len(lengths)
+        of_shared = {} if step.shared is None else {"trainer/shared_tokens": Mean(sum(shared), sum(lengths))}
         return UpdateResult(
             recomputed=again,
             metrics={
                 **metrics,
                 "loss/total": Mean(metrics["loss/total"].value, 1),  # a sum over micro-batches, a mean over updates
-                **utilisation(self.model, lengths, time.perf_counter() - began),
+                **of_shared,
+                **utilisation(self.model, zip(shared, lengths, strict=True), time.perf_counter() - began),
             },
             tokens=step.total_tokens,
             sequences=step.total_sequences,

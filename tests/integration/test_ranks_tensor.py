@@ -9,7 +9,15 @@ import pytest
 from tests.support.rank_updates import everything
 from tests.support.ranks import run_ranks
 
-CASES = ("dense", "untied", "reference", "custom", "experts bfloat16", "indexer")  # of 2 query heads, 1 key-value head
+CASES = (
+    "dense",
+    "untied",
+    "reference",
+    "custom",
+    "experts bfloat16",
+    "indexer",
+    "shared prompts",
+)  # of 2 query heads, 1 key-value head
 EXPERTS = ("experts bfloat16", "indexer")
 LAYOUTS = [  # each with cases that it can do otherwise than the ones before it
     ({"tp": 2}, CASES),

@@ -19,8 +19,8 @@ from rlloop.parallel import collectives
 from rlloop.parallel.collectives import SMALL
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from rlloop.trainer import Trainer, TrainSequence
-from tests.support.train_sequences import VOCAB, make_batch
+from rlloop.trainer import Trainer
+from tests.support.train_sequences import VOCAB, make_batch, make_groups
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "hidden_size": 24,
@@ -52,6 +52,7 @@ class Case:
     custom: bool = False
     adapter: tuple[str, ...] = ()  # its targets
     quantize: str = "none"
+    groups: bool = False  # whose sequences have prompts in common
 
 
 CASES = {
@@ -64,6 +65,12 @@ CASES = {
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
     "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
+    "shared prompts": Case(
+        {**DENSE, "max_position_embeddings": 128},
+        "bfloat16",
+        {"share_prompts": True, "max_batch_tokens": 150},
+        groups=True,
+    ),
     "adapter": Case(MIXTURE, adapter=("all-linear", "lm_head"), reference=True),
     "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
 }
@@ -110,7 +117,8 @@ def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:
 
     for step in steps:
         for part in range(2 if step % 3 == 2 else 1):
-            batch: list[TrainSequence] = make_batch(count=5 + (step + part) % 4, seed=10 * step + part)
+            seed = 10 * step + part
+            batch = make_groups(seed=seed) if case.groups else make_batch(count=5 + (step + part) % 4, seed=seed)
             run = trainer.forward_backward_custom if case.custom else trainer.forward_backward
             result = run(batch, explodes if step == 1 else loss)
             metrics = {name: value.value for name, value in result.metrics.items()}

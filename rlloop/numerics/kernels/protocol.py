@@ -162,6 +162,14 @@ class Kernels(Protocol):
         """Of whole sequences, whose keys and values are the flat tokens. -> (of q, of k, of v)."""
         ...
 
+    def families_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor, lse: Tensor, grad: Tensor,
+        scale: float, window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`attention_backward` of a layout with families: a prefix's keys and values add up over its own queries, then
+        over those of each sequence that goes on from it, in order."""
+        ...
+
     def full_attention(
         self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,14 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradients = _gradients(*saved, grad, ctx.scale, ctx.window)
     if sinks is None:
         return *gradients, *[None] * 8
-    *_, out, lse = saved  # a sink takes mass from every key, so its gradient is against `out`
+    *_, out, lse = saved
+    return *gradients, *[None] * 7, _of_sinks(sinks, out, lse, grad)
+
+
+def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    """A sink takes mass from every key, so its gradient is against `out`."""
     lost = torch.exp(sinks.float() - lse) * (grad.float() * out.float()).sum(-1)
-    return *gradients, *[None] * 7, -kernels_for(lost.device).sum_of_rows(lost).to(sinks.dtype)
+    return -kernels_for(lost.device).sum_of_rows(lost).to(sinks.dtype)
 
 
 _gradients = operator(
@@ -57,15 +62,46 @@ def attention(
 ) -> Tensor:
     _check_gradient(q, k, v, layout)
     split = 0 if mask.window else mask.split
+    if layout.families is not None:
+        return _FamiliesAttention.apply(q, k, v, mask.sinks, layout, scale, split, mask.window)
     return _attention(
         q, k, v, layout.query_start, layout.context, layout.block_start, layout.block_size, scale, split, mask.window,
         mask.sinks,
     )[0]  # fmt: skip
 
 
-def _check_gradient(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> None:
-    if not layout.contiguous and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+class _FamiliesAttention(torch.autograd.Function):
+    """`_attention` over a layout with families, whose gradients are sums of another order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: AttentionLayout, scale: float,
+        split: int, window: int,
+    ) -> Tensor:  # fmt: skip
+        out, lse = _attention(
+            q, k, v, layout.query_start, layout.context, layout.block_start, layout.block_size, scale, split, window,
+            sinks,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        gradients = kernels_for(q.device).families_backward(
+            q, k, v, ctx.layout, out, lse, grads[0], ctx.scale, ctx.window
+        )
+        return *gradients, None if sinks is None else _of_sinks(sinks, out, lse, grads[0]), *[None] * 4
+
+
+def _check_gradient(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, families: bool = True) -> None:
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return
+    if not layout.contiguous:
         raise ValueError("attention over a paged cache has no gradient; train with AttentionLayout.of_sequences")
+    if layout.families is not None and not families:
+        raise ValueError("sparse attention has no gradient over shared prefixes; train whole sequences")
 
 
 # --------------------------------------------------------------------------------------------------- selected positions
@@ -107,7 +143,7 @@ _sparse_attention = operator(
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float, split: int = 0
 ) -> Tensor:
-    _check_gradient(q, k, v, layout)
+    _check_gradient(q, k, v, layout, families=False)
     return _sparse_attention(
         q, k, v, selected, layout.query_start, layout.block_start, layout.block_size, scale, split
     )[0]  # fmt: skip

@@ -48,9 +48,10 @@ def test_a_tied_embedding_is_the_head(folder):
 
 def test_attention_grows_with_the_square(folder):
     model = load_model(folder, dtype="float32")
-    once, twice = (operations(model, [length]) for length in (50, 100))
+    once, twice = (operations(model, [(0, length)]) for length in (50, 100))
     assert twice - 2 * once == 6 * 2 * 4 * 8 * (100**2 - 2 * 50**2)  # layers, heads, their width
-    assert operations(model, [50, 50]) == 2 * once
+    assert operations(model, [(0, 50), (0, 50)]) == 2 * once
+    assert operations(model, [(50, 100)]) == twice - once
 
 
 def test_only_known_gpus_have_a_peak(monkeypatch):

@@ -38,14 +38,30 @@ def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
     window: int, causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    families = np.arange(len(query_start))  # each sequence is one
+    return _backward(q, k, v, flat(query_start), families, out, lse, grad, scale, window, causal)
+
+
+def families_backward(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    families = np.array(layout.families, np.int64)
+    return _backward(q, k, v, flat(layout.query_start), families, out, lse, grad, scale, window, True)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, starts: np.ndarray, families: np.ndarray, out: Tensor, lse: Tensor, grad: Tensor,
+    scale: float, window: int, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gradients, starts = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), flat(query_start)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     (_, heads, width), (_, groups, v_width) = q.shape, v.shape
-    counts = starts[1:] - starts[:-1]
-    pairs = int(counts @ counts) * heads
+    tokens = starts[families[1:]] - starts[families[:-1]]
+    pairs = int(tokens @ tokens) * heads
     backward_kernels.backward(
-        threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, heads,
-        groups, width, v_width, np.float32(scale), window, causal, *map(flat, gradients),
+        threads_for(pairs * (width + v_width)), *map(flat, (q, k, v, out, lse, grad.contiguous())), starts, families,
+        heads, groups, width, v_width, np.float32(scale), window, causal, *map(flat, gradients),
     )  # fmt: skip
     return gradients
 

@@ -8,6 +8,7 @@ from rlloop.numerics.fp8 import quantised_rows as fp8_rows
 from rlloop.numerics.kernels.cpu.attention import (
     attention,
     attention_backward,
+    families_backward,
     full_attention,
     full_attention_backward,
     select,
@@ -73,6 +74,7 @@ __all__ = [
     "combine_backward",
     "dequantised",
     "embedding_backward",
+    "families_backward",
     "fp8_dequantised",
     "fp8_gated_experts",
     "fp8_product",

@@ -3,11 +3,14 @@
 With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
 scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. One kernel owns queries, the other keys: nothing is added up by
 atomics, so a gradient has the same bits in every run.
+
+`SHARED`: the sequences are in families. The queries that read a prefix's keys are flat tokens in a row, its own and
+then those of the sequences that go on from it, so its sums go on over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import _find, _load_rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
+from rlloop.numerics.layout import AttentionLayout
 
 ROWS, TILE = 64, 64
 WARPS, STAGES = 4, 2
@@ -30,9 +34,9 @@ def _rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences"])
 def _by_query(
-    q, k, v, query_start, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, v, query_start, context, prefixes, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
@@ -50,16 +54,22 @@ def _by_query(
         tl.store(deltas + place, delta, valid)
         log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
         sums = tl.zeros((ROWS, W), tl.float32)
-        last = (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        first, last = chunk * ROWS // SHARE, (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        if SHARED:
+            before, prefix = tl.load(context + sequence), tl.load(prefixes + sequence)
+            first, last, position = first + before, last + before, position + before
         if not CAUSAL:  # as in `attention._attention`
             last = rows // SHARE - 1
             position = last + row * 0
         lowest = 0
         if WINDOW > 0:
-            lowest = tl.maximum(chunk * ROWS // SHARE - WINDOW + 1, 0) // TILE * TILE
+            lowest = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
         for tile in range(lowest, last + 1, TILE):
             key = tile + tl.arange(0, TILE)
-            at, seen = (token + key) * GROUPS + group, key <= last
+            begin = token
+            if SHARED:
+                begin = tl.where(tile < before, prefix, token - before)
+            at, seen = (begin + key) * GROUPS + group, key <= last
             keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
             scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
             masses = tl.exp2(scores - log_total[:, None])
@@ -79,9 +89,10 @@ def _by_query(
 
 @triton.jit(do_not_specialize=["sequences"])
 def _by_key(
-    q, k, v, query_start, lse, grad, deltas, grad_k, grad_v, sequences, scale, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, v, query_start, context, readers, positions, lse, grad, deltas, grad_k, grad_v, sequences, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
+    VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.program_id(0)
@@ -94,15 +105,20 @@ def _by_key(
         at, seen = (token + key) * GROUPS + group, key < length
         keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
-        start, end = tile, length
-        if WINDOW > 0:
+        queries_of, start, end = length, tile, length
+        if SHARED:
+            queries_of = tl.load(readers + sequence) - token
+            end, before = queries_of, tl.load(context + sequence)
+        elif WINDOW > 0:
             end = tl.minimum(length, tile + TILE + WINDOW - 1)
         if not CAUSAL:
             start = 0
         for begin in range(start * SHARE // ROWS * ROWS, end * SHARE, ROWS):
             row = begin + tl.arange(0, ROWS)
-            valid, position = row < length * SHARE, row // SHARE
+            valid, position = row < queries_of * SHARE, row // SHARE
             place = (token + position) * HEADS + group * SHARE + row % SHARE
+            if SHARED and WINDOW > 0:  # else what is further on reads all keys, wherever it stands
+                position = tl.load(positions + token + position, valid, 0) - before
             queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
             log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
             delta = tl.load(deltas + place, valid, 0.0)
@@ -132,8 +148,9 @@ def _by_key(
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
-    window: int = 0, causal: bool = True,
+    window: int = 0, causal: bool = True, families: AttentionLayout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`families`: a layout that has some; None: all sequences are whole."""
     q, k, v, out, grad, query_start = (aligned(x) for x in (q, k, v, out, grad, query_start))
     gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
     (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
@@ -146,48 +163,67 @@ def attention_backward(
                 f"{max(width, v_width)}; use device=cpu"
             )
         lengths = query_start.diff().tolist()
-        masks = (torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - (window or n)) for n in lengths)
-        return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale)
+        prefixes = None if families is None else _prefixes(families)
+        every = [n + len(prefix) for n, prefix in zip(lengths, prefixes or [range(0)] * sequences, strict=True)]
+        masks = (
+            torch.ones(m, m, dtype=torch.bool, device=q.device).tril().triu(1 - (window or m))[m - n :]
+            for n, m in zip(lengths, every, strict=True)
+        )
+        return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale, prefixes)
     rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
+    context = begins = readers = positions = query_start  # not read
+    if families is not None:
+        context, begins, readers = families.context, families.prefixes, families.readers
+        positions = families.positions if window else query_start
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
         "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile, "WINDOW": window, "CAUSAL": causal,
+        "SHARED": families is not None,
     }  # fmt: skip
     stages = STAGES if q.dtype.itemsize == 2 else 1
     _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
-        q, k, v, query_start, out, lse, grad, gradients[0], deltas, sequences, scale, **shape, num_warps=WARPS,
-        num_stages=stages,
+        q, k, v, query_start, context, begins, out, lse, grad, gradients[0], deltas, sequences, scale, **shape,
+        num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     _by_key[(tokens // tile + sequences, groups)](
-        q, k, v, query_start, lse, grad, deltas, gradients[1], gradients[2], sequences, scale, **shape, num_warps=WARPS,
-        num_stages=stages,
+        q, k, v, query_start, context, readers, positions, lse, grad, deltas, gradients[1], gradients[2], sequences,
+        scale, **shape, num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     return gradients
 
 
+def _prefixes(layout: AttentionLayout) -> list[range]:
+    """The flat tokens of each sequence's prefix."""
+    begins, counts = layout.prefixes.tolist(), layout.context.tolist()
+    return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+
+
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, lengths: list[int], masks: Iterable[Tensor], out: Tensor, lse: Tensor,
-    grad: Tensor, scale: float,
+    grad: Tensor, scale: float, prefixes: Sequence[range] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`attention_backward` with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
 
-    `masks` are [n, n] of each sequence: whether a query reads a key.
+    `masks` are [n, n] of each sequence: whether a query reads a key. `prefixes`: the m tokens that each sequence reads
+    before its own n; then masks are [n, m + n].
     """
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     heads, begin = q.shape[1], 0
-    for length, mask in zip(lengths, masks, strict=True):
-        rows = slice(begin, begin + length)
+    for length, mask, prefix in zip(lengths, masks, prefixes or [range(0)] * len(lengths), strict=True):
+        rows, before, shared = slice(begin, begin + length), slice(prefix.start, prefix.stop), len(prefix)
         begin += length
         if length == 0:
             continue
-        keys, values = k[rows, 0], v[rows, 0]
-        key_sums = torch.zeros(length, k.shape[2], device=k.device)
-        value_sums = torch.zeros(length, v.shape[2], device=v.device)
-        step = max(1, SCORES // (length * length))
+        keys, values = (torch.cat((x[before, 0], x[rows, 0])) if shared else x[rows, 0] for x in (k, v))
+        count = shared + length
+        key_sums = torch.zeros(count, k.shape[2], device=k.device)
+        value_sums = torch.zeros(count, v.shape[2], device=v.device)
+        step = max(1, SCORES // (length * count))
         for head in range(0, heads, step):
             part = rows, slice(head, head + step)
             queries, slopes = q[part].flatten(0, 1), grad[part].flatten(0, 1)  # [n * heads, width]
-            scores = torch.mm(queries, keys.T).float().view(length, -1, length) * scale
+            scores = torch.mm(queries, keys.T).float().view(length, -1, count) * scale
             masses = torch.exp(scores - lse[part][..., None]).masked_fill(~mask[:, None], 0.0)
             delta = (grad[part].float() * out[part].float()).sum(-1)
             by_mass = torch.mm(slopes, values.T).float().view_as(scores)
@@ -195,5 +231,7 @@ def masked_backward(
             grad_q[part] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
             key_sums += torch.mm(by_score.T, queries).float()
             value_sums += torch.mm(masses.to(q.dtype).flatten(0, 1).T, slopes).float()
-        grad_k[rows, 0], grad_v[rows, 0] = key_sums.to(k.dtype), value_sums.to(v.dtype)
-    return grad_q, grad_k, grad_v
+        for total, sums in ((grad_k, key_sums), (grad_v, value_sums)):
+            total[before, 0] += sums[:shared]
+            total[rows, 0] = sums[shared:]
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)

@@ -60,6 +60,7 @@ from rlloop.numerics.kernels.triton.token_logprob import (
     token_logprob,
     token_logprob_backward,
 )
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.packed import is_packed
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "dequantised",
+    "families_backward",
     "fp8_dequantised",
     "fp8_gated_experts",
     "fp8_product",
@@ -160,6 +162,14 @@ def attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return dense_backward.attention_backward(q, k, v, query_start, out, lse, grad, scale, window)
+
+
+def families_backward(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    start = layout.query_start
+    return dense_backward.attention_backward(q, k, v, start, out, lse, grad, scale, window, families=layout)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:

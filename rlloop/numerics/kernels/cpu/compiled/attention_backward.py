@@ -1,9 +1,10 @@
 """Gradients of attention, from its output and log-sum-exp, over whole sequences whose keys are the flat tokens.
 
 With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
-scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. A task is one sequence's share of one key-value head, and
+scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. A task is one family's share of one key-value head, and
 nothing else writes to its rows of the gradients, so their bits depend on no thread. Inside, a block of queries meets a
-tile of keys at a time, and every sum is made by the products of `tiles`, in ascending order.
+tile of keys at a time, and every sum is made by the products of `tiles`, in ascending order: the sums of a prefix go on
+over the queries of the sequences that read it, in turn.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ BLOCK = 64  # queries (a token's heads that share a key-value head count each) t
 
 
 @kernel
-def _pack_heads(source, first, count, group, groups, width, wide, rows, packed, starts):
-    """One head of `count` tokens as rows [count, wide] and, by tiles of 64 tokens, as packed [tiles, wide, 64]; the
-    last tile [wide, span], for whole sixteens of its tokens."""
-    for j in range(count):
+def _pack_heads(source, first, begin, end, group, groups, width, wide, rows, packed, starts):
+    """One head of the tokens at positions `begin`, where a tile begins, up to `end` of a sequence whose position 0 is
+    token `first`: to rows [end, wide] and, by tiles of 64 tokens, to packed [tiles, wide, 64]; the last tile [wide,
+    span], for whole sixteens of its tokens."""
+    for j in range(begin, end):
         widen(source, ((first + j) * groups + group) * width, width, rows, j * wide)
-    for tile in range(0, count, TILE):
-        span = padded(min(TILE, count - tile))
+    for tile in range(begin, end, TILE):
+        span = padded(min(TILE, end - tile))
         for lane in range(span):
-            starts[lane] = min(tile + lane, count - 1) * wide
+            starts[lane] = min(tile + lane, end - 1) * wide
         for lane in range(0, span, LANES):
             pack_rows(rows, starts, lane, 0, wide, packed, tile * wide + lane, span)
 
@@ -78,15 +80,27 @@ def _add_to_keys(factors, num_rows, span, rows, wide, turned, starts, sums, at, 
     add_products(rows, 0, wide // LANES, turned, 0, BLOCK, 1, keys, num_rows, sums, at, False)
 
 
+@kernel
+def _narrow_heads(sums, begin, end, first, group, groups, width, wide, out):
+    """Positions `begin` up to `end` of sums [end, wide] to one head of a sequence whose position 0 is token `first`."""
+    for j in range(begin, end):
+        narrow(sums, j * wide, width, out, ((first + j) * groups + group) * width)
+
+
 @parallel_kernel
 def backward(
-    counter, q, k, v, out, lse, grad, query_start, heads, groups, width, v_width, scale, window, causal, grad_q, grad_k,
-    grad_v,
+    counter, q, k, v, out, lse, grad, query_start, families, heads, groups, width, v_width, scale, window, causal,
+    grad_q, grad_k, grad_v,
 ):  # fmt: skip
+    """`families` are those of `layout.AttentionLayout`."""
     share, wide, v_wide = heads // groups, padded(width), padded(v_width)
     longest = 0
-    for s in range(len(query_start) - 1):
-        longest = max(longest, query_start[s + 1] - query_start[s])
+    for family in range(len(families) - 1):
+        first = families[family]
+        prefix, longer = query_start[first + 1] - query_start[first], 0
+        for s in range(first + 1, families[family + 1]):
+            longer = max(longer, query_start[s + 1] - query_start[s])
+        longest = max(longest, prefix + longer)
     room = (longest + TILE - 1) // TILE * TILE
     k_rows, v_rows = np.empty(room * wide, np.float32), np.empty(room * v_wide, np.float32)
     k_packed, v_packed = np.empty(room * wide, np.float32), np.empty(room * v_wide, np.float32)
@@ -98,45 +112,51 @@ def backward(
     tops, deltas = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     unseen, seen, starts = np.zeros(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(TILE, np.int64)
     task = take(counter)
-    while task < (len(query_start) - 1) * groups:
-        sequence, group = task // groups, task % groups
-        token, count = query_start[sequence], query_start[sequence + 1] - query_start[sequence]
-        _pack_heads(k, token, count, group, groups, width, wide, k_rows, k_packed, starts)
-        _pack_heads(v, token, count, group, groups, v_width, v_wide, v_rows, v_packed, starts)
-        k_sums[: count * wide] = np.float32(0)
-        v_sums[: count * v_wide] = np.float32(0)
-        for begin in range(0, count * share, BLOCK):
-            num_rows = min(BLOCK, count * share - begin)
-            for r in range(num_rows):
-                row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
-                widen(q, row * width, width, queries, r * wide)
-                widen(grad, row * v_width, v_width, grads, r * v_wide)
-                widen(out, row * v_width, v_width, outs, r * v_wide)
-                tops[r], deltas[r] = lse[row], _dot(grads, outs, r * v_wide, v_wide)
-            q_sums[: num_rows * wide] = np.float32(0)
-            last = (begin + num_rows - 1) // share if causal else count - 1
-            lowest = max(0, begin // share - window + 1) if window > 0 else 0
-            for tile in range(lowest // TILE * TILE, last + 1, TILE):
-                keys, span = min(TILE, last + 1 - tile), padded(min(TILE, count - tile))
+    while task < (len(families) - 1) * groups:
+        first, group = families[task // groups], task % groups
+        prefix = query_start[first + 1] - query_start[first]
+        for sequence in range(first, families[task // groups + 1]):
+            before = prefix if sequence > first else 0
+            token = query_start[sequence] - before  # of position 0, if the prefix stood there
+            count = query_start[sequence + 1] - token
+            _pack_heads(k, token, before, count, group, groups, width, wide, k_rows, k_packed, starts)
+            _pack_heads(v, token, before, count, group, groups, v_width, v_wide, v_rows, v_packed, starts)
+            k_sums[before * wide : count * wide] = np.float32(0)
+            v_sums[before * v_wide : count * v_wide] = np.float32(0)
+            for begin in range(before * share, count * share, BLOCK):
+                num_rows = min(BLOCK, count * share - begin)
                 for r in range(num_rows):
-                    seen[r] = ((begin + r) // share if causal else last) - tile + 1
-                    unseen[r] = seen[r] - window if window > 0 else 0
-                add_products(
-                    k_packed, tile * wide, span // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
-                )  # fmt: skip
-                add_products(
-                    v_packed, tile * v_wide, span // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
-                )  # fmt: skip
-                _masses_and_slopes(masses, slopes, num_rows, span, unseen, seen, tops, deltas, scale)
-                add_products(
-                    k_rows, tile * wide, wide // LANES, slopes, 0, span, 1, num_rows, keys, q_sums, 0, False
-                )  # fmt: skip
-                _add_to_keys(slopes, num_rows, span, queries, wide, turned, starts, k_sums, tile * wide, keys)
-                _add_to_keys(masses, num_rows, span, grads, v_wide, turned, starts, v_sums, tile * v_wide, keys)
-            for r in range(num_rows):
-                row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
-                narrow(q_sums, r * wide, width, grad_q, row * width)
-        for j in range(count):
-            narrow(k_sums, j * wide, width, grad_k, ((token + j) * groups + group) * width)
-            narrow(v_sums, j * v_wide, v_width, grad_v, ((token + j) * groups + group) * v_width)
+                    row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+                    widen(q, row * width, width, queries, r * wide)
+                    widen(grad, row * v_width, v_width, grads, r * v_wide)
+                    widen(out, row * v_width, v_width, outs, r * v_wide)
+                    tops[r], deltas[r] = lse[row], _dot(grads, outs, r * v_wide, v_wide)
+                q_sums[: num_rows * wide] = np.float32(0)
+                last = (begin + num_rows - 1) // share if causal else count - 1
+                lowest = max(0, begin // share - window + 1) if window > 0 else 0
+                for tile in range(lowest // TILE * TILE, last + 1, TILE):
+                    keys, span = min(TILE, last + 1 - tile), padded(min(TILE, count - tile))
+                    for r in range(num_rows):
+                        seen[r] = ((begin + r) // share if causal else last) - tile + 1
+                        unseen[r] = seen[r] - window if window > 0 else 0
+                    add_products(
+                        k_packed, tile * wide, span // LANES, queries, 0, wide, 1, num_rows, wide, masses, 0, True
+                    )  # fmt: skip
+                    add_products(
+                        v_packed, tile * v_wide, span // LANES, grads, 0, v_wide, 1, num_rows, v_wide, slopes, 0, True
+                    )  # fmt: skip
+                    _masses_and_slopes(masses, slopes, num_rows, span, unseen, seen, tops, deltas, scale)
+                    add_products(
+                        k_rows, tile * wide, wide // LANES, slopes, 0, span, 1, num_rows, keys, q_sums, 0, False
+                    )  # fmt: skip
+                    _add_to_keys(slopes, num_rows, span, queries, wide, turned, starts, k_sums, tile * wide, keys)
+                    _add_to_keys(masses, num_rows, span, grads, v_wide, turned, starts, v_sums, tile * v_wide, keys)
+                for r in range(num_rows):
+                    row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share
+                    narrow(q_sums, r * wide, width, grad_q, row * width)
+            if sequence > first:
+                _narrow_heads(k_sums, before, count, token, group, groups, width, wide, grad_k)
+                _narrow_heads(v_sums, before, count, token, group, groups, v_width, v_wide, grad_v)
+        _narrow_heads(k_sums, 0, prefix, query_start[first], group, groups, width, wide, grad_k)
+        _narrow_heads(v_sums, 0, prefix, query_start[first], group, groups, v_width, v_wide, grad_v)
         task = take(counter)
