@@ -44,6 +44,9 @@ class TrainerConfig:
     share_prompts: bool = (
         False  # compute the prompt of a group once; gradients are sums of another order: docs/training.md
     )
+    encode_on_device: bool = (
+        True  # on a GPU, find and encode weight deltas there, beside a copy of the published weights
+    )
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps per rollout batch, which is split by whole groups
     balance_coef: float = limited(0.0, zero_or_more("off"))  # coefficient of the experts' load-balancing loss
     expert_bias_rate: float = limited(

@@ -11,6 +11,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +34,9 @@ from rlloop.rollout.fleet.membership import Canary, PoolSettings, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.runs.folder import RunFolder, write_whole
-from rlloop.sync.live import named_weights, tensors_of
+from rlloop.sync.live import published_weights
 from rlloop.sync.manifest import load_or_make_key
-from rlloop.sync.publisher import Publisher
+from rlloop.sync.publisher import Published, Publisher
 from rlloop.sync.store import open_store
 from rlloop.trainer import CheckpointStore
 from rlloop.trainer.history import WeightHistory
@@ -81,12 +82,21 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         note_address(folder, server.url)
         prompts, sampling = canary_requests(config, prepared.task)
         reference = Reference(model, prompts, sampling)
+        background = stack.enter_context(ThreadPoolExecutor(1, "anchor"))
         engine = PoolEngine(pool, model.fingerprint())
         yield Parts(
             task=prepared.task,
             engine=engine,
             trainer=trainer,
-            sync=RegionSync(model, publisher, engine, reference, None if carried else history),
+            sync=RegionSync(
+                model,
+                publisher,
+                engine,
+                reference,
+                None if carried else history,
+                config.trainer.encode_on_device,
+                background,
+            ),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
@@ -142,15 +152,21 @@ class RegionSync:
     engine: PoolEngine
     reference: Reference
     history: WeightHistory | None
+    encode_on_device: bool
+    background: Executor
+    _anchoring: Future[Published] | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         if self.history is not None:
             self.history.remember(version)
-        tensors, aliases = tensors_of(named_weights(self.model).items())
+        tensors, aliases = published_weights(self.model, on_device=self.encode_on_device)
+        if self._anchoring is not None:
+            self._anchoring.result()
         published = self.publisher.publish(tensors, version, aliases=aliases)
-        if self.publisher.anchor_due():
-            self.publisher.anchor()
-        live = self.engine.serve_version(version, self.reference.canary(version))
+        canary = self.reference.canary(version)
+        due = self.publisher.anchor_due()  # a whole version takes long; engines fetch their deltas and sample meanwhile
+        self._anchoring = self.background.submit(self.publisher.anchor) if due else None
+        live = self.engine.serve_version(version, canary)
         return {**published.metrics, **live}
 
 

@@ -46,7 +46,7 @@ from rlloop.protocols import InProcessEngine
 from rlloop.rollout import Engine, vllm
 from rlloop.study.drifted_ops import drifted_ops
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
-from rlloop.sync.live import LiveTarget, named_weights, tensors_of
+from rlloop.sync.live import LiveTarget, named_weights, published_weights
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
 from rlloop.trainer.history import WeightHistory
@@ -257,6 +257,7 @@ class Colocated(Replica):
         self.trainer = make_trainer(self.model, config, path)
         self._history = make_history(self.model, self.trainer, config)
         self._publisher = BundlePublisher("node", threads)
+        self._encodes_on_device = config.trainer.encode_on_device
         self._published: dict[str, float] = {}
 
     def set_version(self, version: int) -> None:
@@ -268,7 +269,9 @@ class Colocated(Replica):
     def publish(self, version: int) -> Bundle:
         """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
         self.set_version(version)
-        tensors, aliases = tensors_of(named_weights(self.sampled if self._apart else self.model).items())
+        tensors, aliases = published_weights(
+            self.sampled if self._apart else self.model, on_device=self._encodes_on_device
+        )
         bundle = self._publisher.publish(tensors, version, aliases)
         self._published = bundle.metrics
         return bundle

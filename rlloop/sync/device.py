@@ -63,6 +63,12 @@ class DeviceBits:
         return Bits(self.dtype, self.tensor.cpu().numpy().view(UNSIGNED[WIDTH[self.dtype]]))
 
 
+def sent(bits: Bits, device: torch.device) -> DeviceBits:
+    """A copy on the device."""
+    signed = bits.array.view(f"i{bits.array.itemsize}")
+    return DeviceBits(bits.dtype, torch.from_numpy(signed).to(device))
+
+
 def joined(several: Sequence[DeviceBits]) -> DeviceBits:
     """Concatenate tensors of one type into one dimension; a single one stays as it is."""
     if len(several) == 1:

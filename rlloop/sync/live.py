@@ -63,6 +63,12 @@ def device_tensors_of(named: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, An
     return {name: DeviceBits(NAMES[tensor.dtype], tensor.contiguous()) for name, tensor in tensors.items()}, aliases
 
 
+def published_weights(model: Model, *, on_device: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arguments of `Publisher.publish`. `on_device`: weights on a GPU are encoded there, else from copies."""
+    named = named_weights(model).items()
+    return device_tensors_of(named) if on_device and model.context.device.type == "cuda" else tensors_of(named)
+
+
 def untie(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each tensor once, under its first name; and aliases (other name -> first name) of those with the same memory."""
     first: dict[tuple[object, ...], str] = {}

@@ -108,6 +108,22 @@ def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None
     each(one, [entry for entry in packed.entries if entry.codec != "unchanged"], threads)
 
 
+def beside(state: Tensors, tensors: Tensors) -> Tensors:
+    """`state` where `tensors` are: one that was rebuilt from a store is in the host's memory."""
+    if not state or isinstance(next(iter(tensors.values())), Bits) or not isinstance(next(iter(state.values())), Bits):
+        return state
+    from rlloop.sync import device  # Triton's
+
+    on_device: Mapping[str, Any] = tensors
+    moved: Any = {name: device.sent(bits, on_device[name].tensor.device) for name, bits in state.items()}
+    return moved
+
+
+def on_host(tensors: Tensors) -> Tensors:
+    each: Mapping[str, Any] = tensors
+    return {name: bits if isinstance(bits, Bits) else bits.host() for name, bits in each.items()}
+
+
 def copied(tensors: Tensors, threads: int) -> dict[str, Bits]:
     """Copies of the tensors."""
     return dict(zip(tensors, each(lambda bits: bits.copy(), tensors.values(), threads), strict=True))

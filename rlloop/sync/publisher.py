@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors, processors
 from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
-from rlloop.sync.packing import adopt, copied, listing_of, pack
+from rlloop.sync.packing import adopt, beside, copied, listing_of, on_host, pack
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
@@ -117,7 +117,9 @@ class Publisher:
         if not tensors:
             raise ConfigError("nothing to publish: no tensors were given")
         previous, listing = self._last, listing_of(tensors, aliases)
-        base = self._tensors if self._listing is not None and listing.tensors == self._listing.tensors else {}
+        base: Tensors = {}
+        if self._listing is not None and listing.tensors == self._listing.tensors:
+            base = self._tensors = dict(beside(self._tensors, tensors))
         packed = pack(self.store, listing, tensors, base, self._digests if base else {}, self._threads)
         changed, root = packed.changed, root_hash(listing.tensors, packed.digests)
         if (
@@ -255,7 +257,8 @@ class Publisher:
         head, last = self._current()
         began = time.perf_counter()
         assert self._listing is not None
-        packed = pack(self.store, self._listing, self._tensors, base, {}, self._threads)
+        tensors = on_host(self._tensors) if base else self._tensors  # a GPU that trains has no room for `base`
+        packed = pack(self.store, self._listing, tensors, base, {}, self._threads)
         manifest = msgspec.structs.replace(
             last,
             parent=None if link is None else link.manifest,

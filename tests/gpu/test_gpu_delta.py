@@ -142,6 +142,32 @@ def test_publisher_and_replica_on_the_device_are_the_cpus(dtype):
     assert torch.equal(served["a"], versions[0]["a"])
 
 
+def test_a_publisher_goes_on_from_a_store_and_squashes_on_the_device():
+    """What it rebuilds from the store is in the host's memory, what it publishes on the device."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = {
+        name: 0.02 * torch.randn(size, device="cuda", generator=generator).bfloat16()
+        for name, size in (("a", 300_000), ("b", 70_000), ("c", 17))
+    }
+    stores = [MemoryStore(), MemoryStore()]
+    served = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    replica = Replica(stores[0], PUBLIC, LiveTarget(served.items(), lambda version: None))
+    for step in range(6):
+        publishers = [Publisher(store, KEY, "run", threads=3) for store in stores]  # each a new process's
+        on_device, _ = device_tensors_of(weights.items())
+        on_host = {name: bits.host() for name, bits in on_device.items()}
+        expected = {name: tensor.clone() for name, tensor in weights.items()}
+        one, other = publishers[0].publish(on_device, step), publishers[1].publish(on_host, step)
+        assert one.hash == other.hash
+        if step == 0:
+            assert replica.poll(), replica.error
+        for tensor in weights.values():
+            tensor += 1e-4 * torch.randn(tensor.shape, device="cuda", generator=generator).bfloat16()
+    assert publishers[0].squash(0).hash == publishers[1].squash(0).hash
+    assert replica.poll(), replica.error
+    assert all(torch.equal(served[name], tensor) for name, tensor in expected.items())
+
+
 def test_bits_of_any_kind_come_back():
     for dtype, kind in KINDS.items():
         patterns = pair(dtype, 1000, 0.5)[0]
