@@ -25,16 +25,22 @@ transports.create_ssl_context = _context
 # make mutate: a mutant needs one example that fails, not the smallest one
 settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
 
-# Files that take long begin first, so that no worker waits for one that began last (make test keeps this order).
-LONG = ("fault", "extension", "contract", "integration")
+# Files that take long begin first, so that no worker waits for one that began last; and those that wait for processes
+# and timeouts in turn with four times as many that compute (make test keeps this order).
+WAIT, COMPUTE = ("fault", "extension"), ("contract", "integration")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: a test that waits leaves its core to another."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return LONG.index(folder) if folder in LONG else len(LONG)
-
-    items.sort(key=rank)
+    files = {item.path: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    waiting, computing = ([file for file, folder in files.items() if folder in kind] for kind in (WAIT, COMPUTE))
+    places = {file: at for at, file in enumerate(computing)} | {file: 4 * at for at, file in enumerate(waiting)}
+    items.sort(key=lambda item: places.get(item.path, len(items)))
 
 
 def pytest_collection_finish() -> None:

@@ -46,7 +46,7 @@ def model(folder):
 def test_greedy_text_is_transformers(folder, model, prompts):
     from transformers import AutoModelForCausalLM
 
-    completions = rlloop.Engine(model).generate(prompts, rlloop.SamplingParams(max_tokens=12, temperature=0.0))
+    completions = rlloop.Engine(model).generate(prompts, rlloop.SamplingParams(max_tokens=8, temperature=0.0))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for ids, completion in zip(prompts, completions, strict=True):
         with torch.no_grad():  # after each token theirs would go on with ours, so theirs are ours
@@ -56,7 +56,7 @@ def test_greedy_text_is_transformers(folder, model, prompts):
 
 
 def test_the_trainer_recomputes_what_the_engine_sampled(model, prompts):
-    sampling = [rlloop.SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in range(2 * len(prompts))]
+    sampling = [rlloop.SamplingParams(max_tokens=8, temperature=1.0, seed=seed) for seed in range(2 * len(prompts))]
     completions = rlloop.Engine(model, max_batch_tokens=64).generate(prompts * 2, sampling)
     with torch.no_grad():
         scored = rlloop.token_logprobs(model, [(c.prompt_ids, c.token_ids) for c in completions])

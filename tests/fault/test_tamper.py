@@ -368,7 +368,7 @@ def changed(record: dict, b: int) -> bytes:
 
 
 @settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(edit=edits())
 def test_edits_that_nobody_thought_of_are_found(run, tmp_path, edit):

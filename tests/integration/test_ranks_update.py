@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.rank_updates import CASES, FEW, everything, relay
+from tests.support.rank_updates import LAYOUTS, everything, relay
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found = everything(tmp_path_factory.mktemp("alone"), 1)
+    found = everything(tmp_path_factory.mktemp("alone"), LAYOUTS[1])
     return {name.removesuffix(" {}"): result for name, result in found.items()}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_report_save_and_publish_the_bytes_of_one(alone: dict[str, Any], tmp_path: Path, size: int) -> None:
-    names = FEW if size == 2 else tuple(CASES)  # three and four have shards of two, and uneven ones
-    for found in run_ranks(size, everything, tmp_path, size, names):
+    for found in run_ranks(size, everything, tmp_path, LAYOUTS[size]):
         assert found
         for name, result in found.items():
             assert result == alone[name[: name.index(" {")]], f"{name}, of {size} ranks, is not what one rank has"

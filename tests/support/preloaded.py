@@ -7,7 +7,7 @@ from typing import Any
 import hydra  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import pytest  # noqa: F401 (modules of tests do)
-import torch._dynamo  # an optimizer imports it
+import torch._dynamo  # recomputing layers imports it
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 (a backward does)
 import transformers.models.auto.tokenization_auto  # noqa: F401
 from numba.core.dispatcher import Dispatcher
@@ -26,9 +26,9 @@ import rlloop.rollout.fleet.trainer_server
 import rlloop.rollout.fleet.weight_follower
 import rlloop.runs.plots
 import rlloop.sync.http
-import rlloop.sync.steps_fast
-import rlloop.training.service  # noqa: F401
+import rlloop.sync.steps_fast  # noqa: F401
 import tests.support.checkpoints  # noqa: F401
+from tests.support.forked_service import fork_services
 
 
 def load_kernels() -> None:
@@ -45,4 +45,5 @@ def load_kernels() -> None:
 
 
 load_kernels()
+fork_services()
 gc.freeze()  # memory that is shared stays so

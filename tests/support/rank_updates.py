@@ -61,7 +61,7 @@ CASES = {
     "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
     "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
-    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}, steps=6),
+    "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
     "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
@@ -75,14 +75,21 @@ CASES = {
     "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
 }
 FEW = ("dense bfloat16", "untied", "experts", "custom", "adapter bfloat16")
-# The last of each runs all cases, the others a few. layers: shard=parameters; offload: as far as can be; small: bytes
-# of a tensor that travels with others
-LAYOUTS = {
-    1: [{}],
-    2: [{"dp_replicate": 2}, {"dp_shard": 2, "offload": 1}],
-    3: [{"dp_shard": 3, "small": 512}, {"dp_shard": 3, "layers": 1, "offload": 1}],
-    4: [{"dp_shard": 2, "dp_replicate": 2, "layers": 1, "small": 0}, {"dp_shard": 2, "dp_replicate": 2}],
+UNPACKED = tuple(name for name, case in CASES.items() if case.quantize == "none")
+PLAIN = ("dense bfloat16", "experts")
+# By number of ranks: layouts, each with its cases. All cases train where optimizer states are sharded, evenly, and
+# where parameters are, unevenly; the others differ from those two by what few cases reach.
+# layers: shard=parameters; offload: as far as can be; small: bytes of a tensor that travels with others
+LAYOUTS: dict[int, list[tuple[dict[str, int], tuple[str, ...]]]] = {
+    1: [({}, tuple(CASES))],
+    2: [({"dp_replicate": 2}, PLAIN), ({"dp_shard": 2}, tuple(CASES))],
+    3: [({"dp_shard": 3, "small": 512, "offload": 1}, FEW), ({"dp_shard": 3, "layers": 1, "offload": 1}, UNPACKED)],
+    4: [
+        ({"dp_shard": 2, "dp_replicate": 2, "layers": 1, "small": 0}, PLAIN),
+        ({"dp_shard": 2, "dp_replicate": 2}, FEW),
+    ],
 }
+RELAY = {1: {}, 3: {"dp_shard": 3, "small": 512}, 4: {"dp_shard": 2, "dp_replicate": 2, "layers": 1, "small": 0}}
 
 
 def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
@@ -134,19 +141,15 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def everything(
-    folder: Path, size: int, names: Sequence[str] = tuple(CASES), layouts: Sequence[dict[str, int]] | None = None
+    folder: Path, layouts: Iterable[tuple[dict[str, int], Sequence[str]]]
 ) -> dict[str, tuple[str, dict[str, str], str]]:
     """By case and layout: digests of all that is reported, of the folder that is saved, and of the live weights."""
     found = {}
-    for name, case in ((name, CASES[name]) for name in names):
-        for layout in LAYOUTS[size] if layouts is None else layouts:
-            if layouts is None and layout is not LAYOUTS[size][-1] and name not in FEW:
-                continue
-            if case.quantize != "none" and "layers" in layout:
-                continue
-            trainer = ranked(case, layout)
-            reported = list(go(trainer, case, range(case.steps)))
-            saved = save(trainer, folder / f"{name} {layout} {size}")
+    for layout, names in layouts:
+        for name in names:
+            trainer = ranked(CASES[name], layout)
+            reported = list(go(trainer, CASES[name], range(CASES[name].steps)))
+            saved = save(trainer, folder / f"{name} {layout}")
             found[f"{name} {layout}"] = (digests_of(reported), saved, live(trainer))
     return found
 
@@ -171,7 +174,7 @@ def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict
     """Train from step `begin` (restored, if above 0) up to `end`, and save, on so many ranks."""
     found = []
     for name in ("dense bfloat16", "experts"):
-        trainer = ranked(CASES[name], LAYOUTS[size][0])
+        trainer = ranked(CASES[name], RELAY[size])
         if begin:
             trainer.restore(folder / f"{name} {begin}")
         reported = list(go(trainer, CASES[name], range(begin, end)))

@@ -66,7 +66,7 @@ class AnyTraffic(RuleBasedStateMachine):
             self.simulation.finish()
 
 
-AnyTraffic.TestCase.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+AnyTraffic.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 TestAnyTraffic = pytest.mark.slow(AnyTraffic.TestCase)
 
 
