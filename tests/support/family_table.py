@@ -38,9 +38,13 @@ def by_part(errors: Mapping[str, float]) -> dict[str, float]:
     """The largest of each part's parameters."""
     found: dict[str, float] = {}
     for name, error in errors.items():
-        part = next((part for part, marks in PARTS.items() if any(mark in name for mark in marks)), "other")
-        found[part] = max(found.get(part, 0.0), error)
+        found[part_of(name)] = max(found.get(part_of(name), 0.0), error)
     return found
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to."""
+    return next((part for part, marks in PARTS.items() if any(mark in name for mark in marks)), "other")
 
 
 def engine_differences(folder: Path, dtype: str) -> tuple[int, int]:
