@@ -1,8 +1,8 @@
-"""What a device's memory bandwidth and arithmetic allow an engine: tokens per second that no implementation exceeds.
+"""What a device's memory bandwidth and arithmetic allow an engine or a trainer, in tokens per second.
 
-Prompts are bound by arithmetic: their operations by the peak rate. A step of decoding is bound by memory: it reads all
-weights once (of a mixture, the experts that its tokens go to, if they choose evenly), and the keys and values of every
-request. Everything else counts as free, so that real engines are below it.
+An engine's prompts are bound by arithmetic: their operations by the peak rate. A step of decoding is bound by memory:
+it reads all weights once (of a mixture, the experts that its tokens go to, if they choose evenly), and the keys and
+values of every request. Everything else counts as free, so that real engines are below it.
 """
 
 from __future__ import annotations
@@ -69,3 +69,10 @@ def engine_speed(
         contexts = [length + step for length, new in requests if new > step]
         seconds += step_bytes(config, contexts) / bandwidth
     return sum(new for _, new in requests) / seconds
+
+
+def train_speed(config: Mapping[str, Any], sequences: Sequence[tuple[int, int]], arithmetic: float) -> float:
+    """Tokens per second of forward and backward, three forwards' operations, over (length, tokens with logits)."""
+    head = 2 * config["vocab_size"] * config["hidden_size"]
+    operations = sum(prompt_operations(config, length) + head * scored for length, scored in sequences)
+    return sum(length for length, _ in sequences) / (3 * operations / arithmetic)
