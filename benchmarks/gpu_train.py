@@ -42,11 +42,11 @@ WORKS = {"even": "64 x (128 + 384)", "long": "8 x (512 + 7,680)", "ragged": "96 
 CELLS = [f"{shape}/{work}" for shape in SHAPES for work in WORKS]
 USUAL = ["0.6B/*", "moe/*"]
 PEERS = {"SDPA": "transformers, SDPA", "compiled": "transformers, SDPA, compiled", "packed": "transformers, packed"}
-Sequence = tuple[np.ndarray, int, float]  # tokens, how many are the prompt, advantage
+Row = tuple[np.ndarray, int, float]  # tokens, how many are the prompt, advantage
 Flat = tuple[Any, ...]  # of a micro-batch: model's arguments, where completions are predicted, their tokens, weights
 
 
-def sequences(work: str) -> list[Sequence]:
+def sequences(work: str) -> list[Row]:
     rng = np.random.default_rng(0)
     sizes = {"even": [(128, 384)] * 64, "long": [(512, 7680)] * 8, "tiny": [(3, 5), (2, 9), (4, 4)]}.get(work)
     if sizes is None:
@@ -58,9 +58,9 @@ def sequences(work: str) -> list[Sequence]:
     ]
 
 
-def micro_batches(batch: list[Sequence], budget: int, padded: bool) -> list[list[Sequence]]:
+def micro_batches(batch: list[Row], budget: int, padded: bool) -> list[list[Row]]:
     """Longest first, so that a micro-batch's lengths are alike; `padded`: each counts as its longest."""
-    made: list[list[Sequence]] = []
+    made: list[list[Row]] = []
     room = 0
     for each in sorted(batch, key=lambda sequence: -len(sequence[0])):
         size = len(made[-1][0][0]) if made and padded else len(each[0])
@@ -88,7 +88,7 @@ def ours(folder: Path, work: str, device: str) -> Callable[[], float]:
         )
         for ids, prompt, advantage in sequences(work)
     ]  # fmt: skip
-    old = [each.rollout_logprobs for each in batch]
+    old = [np.full(len(ids) - prompt, OLD_LOGPROB, np.float32) for ids, prompt, _ in sequences(work)]
 
     def run() -> float:
         return float(trainer.forward_backward(batch, get_loss("grpo"), old_logprobs=old).metrics["loss/total"].value)
@@ -96,7 +96,7 @@ def ours(folder: Path, work: str, device: str) -> Callable[[], float]:
     return run
 
 
-def laid_out(part: list[Sequence], packed: bool, device: str) -> Flat:
+def laid_out(part: list[Row], packed: bool, device: str) -> Flat:
     """(tokens, positions or None, lengths, indices before completion tokens, these tokens, their weights)."""
     import torch
 
@@ -120,7 +120,7 @@ def laid_out(part: list[Sequence], packed: bool, device: str) -> Flat:
 
 def best_packed() -> str:
     """transformers' fastest attention over packed sequences that this machine has."""
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     if is_flash_attn_3_available():
         return "flash_attention_3"
