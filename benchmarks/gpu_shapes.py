@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,8 +84,8 @@ def make_folder(model: str, folder: Path) -> None:
     torch.cuda.empty_cache()  # for whoever loads it
 
 
-def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: int = 5) -> list[float]:
-    """Seconds of one call, for each of several ways to do the same work: the median of rounds that take turns.
+def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: int = 5) -> list[list[float]]:
+    """Seconds of one call in each round, for each of several ways to do the same work, which take turns.
 
     A way is a list of calls, on different inputs so that none is found in the cache; they are recorded as one graph.
     """
@@ -111,4 +110,4 @@ def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: i
             end.record()
             end.synchronize()
             times[i].append(begin.elapsed_time(end) / 1000 / replays / len(calls))
-    return [statistics.median(each) for each in times]
+    return times
