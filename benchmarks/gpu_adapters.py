@@ -115,16 +115,13 @@ def measure(shape: str, vllm: bool, place: Path) -> list[Figure]:
     figures = []
     for what in ("decode", "requests"):
         for rows, adapters in kinds:
-            own = statistics.median(speeds[what, "rlloop", rows, adapters])
+            own = speeds[what, "rlloop", rows, adapters]
             aim = 0.92 if adapters == 1 and what == "decode" else None
-            peers = [("the base alone", statistics.median(speeds[what, "base", rows, 0]), aim)]
+            peers = [("the base alone", speeds[what, "base", rows, 0], aim)]
             if vllm:
-                peers.append(("vLLM multi-LoRA", statistics.median(speeds[what, "vLLM", rows, adapters]), 1.2))
+                peers.append(("vLLM multi-LoRA, unseeded", speeds[what, "vLLM", rows, adapters], 1.2))
             name = f"{what}, {shape}, {rows} rows, {adapters} adapters"
-            figures += [
-                Figure(name=name, unit="tokens/s", value=own, peer=peer, peer_value=value, aim=aim)
-                for peer, value, aim in peers
-            ]
+            figures += [Figure.of_rounds(name, "tokens/s", own, peer, theirs, aim=aim) for peer, theirs, aim in peers]
     return figures
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import statistics
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +76,9 @@ def flash3(
 
 def compared(name: str, unit: str, scale: float, ours: list, others: dict[str, list], aim: float) -> Figure:
     mine, *theirs = seconds([ours, *others.values()])
-    best = min(range(len(theirs)), key=theirs.__getitem__)
-    return Figure(
-        name=name, unit=unit, value=scale / mine, peer=list(others)[best], peer_value=scale / theirs[best],
-        aim=aim,
-    )  # fmt: skip
+    best = min(range(len(theirs)), key=lambda at: statistics.median(theirs[at]))
+    ours_scaled, theirs_scaled = ([scale / each for each in times] for times in (mine, theirs[best]))
+    return Figure.of_rounds(name, unit, ours_scaled, list(others)[best], theirs_scaled, aim=aim)
 
 
 def decode(model: str, sequences: int, context: int) -> Figure:

@@ -1,12 +1,24 @@
-"""Tokens per second of sampling on a GPU, bfloat16, with logprobs: 256 requests of 128 tokens in, 256 out.
+"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and seven shapes of models.
 
-    python benchmarks/gpu_engine.py [--vllm] [--only dense] [--quick]
+    python benchmarks/gpu_engine.py [--vllm] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--quick] [--list]
+
+Cells are `SHAPE/WORK`. Work: `crowd` 256 requests of 128 tokens in and 256 out, `few` 32 of them, `one` of them,
+`groups` 64 prompts of 64 to 512 tokens, 8 completions each of 32 to 1,024, and `long` 32 of 8,192 in and 256 out.
 
 With `--vllm` the same requests go through vLLM in processes of its own: in its default mode, batch-invariant, and
-around rlloop's model (`rollout.engine=vllm`). All have started before the first runs, and then they take turns: one
-round each to warm up, then five, each on new prompts, of which the fastest counts. So a host that others slow down for
-a while slows all. Then the trainer scores a quarter of each one's last round: k3 is the mean of exp(d) - d - 1, d its
-logprob less the engine's.
+around rlloop's model (`rollout.engine=vllm`). Where all engines fit on the GPU together they have started before the
+first runs and take turns, so a host that others slow down for a while slows all; larger models run one engine after
+the other. A round to warm up, then five, each on new prompts: medians count, least and most stand beside them. The
+roofline is that of `roofline.py`.
+
+vLLM is set up to be as fast as it can be: its requests have no seeds (its runner for mixtures draws seeded ones one by
+one; `--seeded` gives them seeds, and its name says so), no statistics, no detokenisation, no tokenizer, CUDA graphs and
+prefix caching as they come, as many sequences at once as there are requests, room for all their keys and values (or
+what the GPU has left: the same for every engine). Logprobs come as vLLM hands them out by default, not
+`flat_logprobs`. rlloop's requests have seeds, which cost it nothing.
+
+Then the trainer scores some of each engine's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the
+engine's. A model of more than 32 GB is not written to the disk: vLLM makes weights of its own, and has no k3.
 """
 
 from __future__ import annotations
@@ -23,59 +35,118 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cells
 import numpy as np
-from gpu_shapes import MODELS, make_folder
-from results_schema import Figure, report, table
+from gpu_shapes import SHAPES, TINY, make_folder, random_model
+from results_schema import Figure, device_name, report, table
+from roofline import device_rates, engine_speed, token_bytes, total_bytes
 
-REQUESTS, PROMPT, NEW, ROUNDS, SCORED = 256, 128, 256, 5, 64
+ROUNDS, SCORED = 5, 32768  # tokens that the trainer scores at least
 READY, DONE = "#ready", "#done "
-VLLM_CACHE_BYTES = 24 << 30  # of keys and values: all requests at once, with room to spare
+WRITTEN = 32e9  # bytes of the largest checkpoint that is written
+RUNNING = 512  # requests at once
 SIDES = {  # name -> (who runs, environment)
     "rlloop": ("rlloop", {}),
     "vLLM default": ("vllm", {"VLLM_PLUGINS": "none"}),
     "vLLM batch-invariant": ("vllm", {"VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"}),
     "rlloop's model inside vLLM": ("tier1", {}),
 }
-Run = Callable[[list[list[int]], int], list[tuple[list[int], Any]]]  # (prompts, round) -> tokens and logprobs of each
+AIMS = {"vLLM default": 0.95, "vLLM batch-invariant": 1.25}
+WORKS = {
+    "crowd": "256 x (128 in, 256 out)", "few": "32 x (128 in, 256 out)", "one": "1 x (128 in, 256 out)",
+    "groups": "64 x 8 (64 to 512 in, 32 to 1,024 out)", "long": "32 x (8,192 in, 256 out)",
+}  # fmt: skip
+CELLS = [f"{shape}/{work}" for shape in SHAPES for work in WORKS]
+EVERY = {**SHAPES, "tiny": TINY}
+SHARED = {"groups": 8}  # completions of one prompt, where there are several
+Made = tuple[list[int], Any]  # tokens and their logprobs
+Speeds = dict[str, dict[str, list[float]]]  # work -> engine -> rounds
+Run = Callable[[list[list[int]], list[int], int], list[Made]]  # (prompts, new tokens of each, round)
 
 
-def prompts_of(seed: int) -> list[list[int]]:
-    return np.random.default_rng(seed).integers(3, 150000, (REQUESTS, PROMPT)).tolist()
+def sizes_of(work: str, index: int) -> list[tuple[int, int]]:
+    """(tokens in, tokens out) of each request of a round."""
+    count, prompt, new = {"crowd": (256, 128, 256), "few": (32, 128, 256), "one": (1, 128, 256)}.get(
+        work, (32, 8192, 256)
+    )
+    if work != "groups":
+        return [(prompt, new)] * count
+    rng = np.random.default_rng([index, 1])
+    lengths = np.repeat(rng.integers(64, 513, 64), SHARED[work])
+    return list(zip(lengths.tolist(), rng.integers(32, 1025, len(lengths)).tolist(), strict=True))
 
 
-def rlloop_side(folder: Path, kind: str) -> Run:
+def requests_of(work: str, index: int) -> tuple[list[list[int]], list[int]]:
+    """(prompts, new tokens of each) of a round: the same for every engine, and of `groups` in a row alike."""
+    sizes, shared = sizes_of(work, index), SHARED.get(work, 1)
+    rng = np.random.default_rng([index, 0])
+    drawn = [rng.integers(3, 150000, length).tolist() for length, _ in sizes[::shared]]
+    return [drawn[at // shared] for at in range(len(sizes))], [new for _, new in sizes]
+
+
+def cache_bytes(shape: str, works: list[str], engines: int, memory: float) -> int:
+    """Of keys and values: all requests of the largest work at once, or an engine's share of what weights leave."""
+    config = EVERY[shape][1]
+    tokens = max(sum(prompt + new + 16 for prompt, new in sizes_of(work, 0)) for work in works) * 1.2
+    left = 0.85 * memory / engines - total_bytes(config) - (3 << 30)  # graphs, activations
+    return int(min(tokens * token_bytes(config), left))
+
+
+def together(shape: str, names: list[str], works: list[str], memory: float) -> bool:
+    """True if all engines fit on the GPU at once with the caches that they would have alone."""
+    alone, beside = (cache_bytes(shape, works, count, memory) for count in (1, len(names)))
+    return alone == beside
+
+
+def written(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def model_of(folder: Path, config: dict[str, Any]) -> Any:
     import rlloop
 
-    model = rlloop.load_model(folder, dtype="bfloat16", device="cuda")
+    if written(folder):
+        return rlloop.load_model(folder, dtype="bfloat16", device="cpu" if config is TINY[1] else "cuda")
+    return random_model(config)
+
+
+def rlloop_side(folder: Path, kind: str, settings: dict[str, Any]) -> Run:
+    import rlloop
+
+    config = EVERY[settings["shape"]][1]
+    model = model_of(folder, config)
+    room, running = settings["cache"] // token_bytes(config), settings["running"]
     if kind == "tier1":
         from rlloop.rollout.vllm.engine import VllmEngine
 
-        engine: Any = VllmEngine(model, max_cache_tokens=REQUESTS * 512, max_running=REQUESTS)
+        engine: Any = VllmEngine(model, max_cache_tokens=room, max_running=running)
     else:
-        engine = rlloop.Engine(model, max_cache_tokens=REQUESTS * 512)
+        engine = rlloop.Engine(model, max_cache_tokens=room, max_running=running)
 
-    def run(prompts: list[list[int]], index: int) -> list[tuple[list[int], Any]]:
-        sampling = [rlloop.SamplingParams(NEW, seed=1000 * index + i, ignore_eos=True) for i in range(REQUESTS)]
+    def run(prompts: list[list[int]], new: list[int], index: int) -> list[Made]:
+        sampling = [rlloop.SamplingParams(n, seed=1000 * index + i, ignore_eos=True) for i, n in enumerate(new)]
         return [(made.token_ids, made.logprobs) for made in engine.generate(prompts, sampling)]
 
     return run
 
 
-def vllm_side(folder: Path, kind: str) -> Run:
+def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
     import vllm
 
     engine = vllm.LLM(
-        str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=REQUESTS,
-        logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2, kv_cache_memory_bytes=VLLM_CACHE_BYTES,
+        str(folder), dtype="bfloat16", load_format="auto" if written(folder) else "dummy", skip_tokenizer_init=True,
+        max_model_len=settings["longest"], max_num_seqs=settings["running"], logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=0.2, kv_cache_memory_bytes=settings["cache"], disable_log_stats=True,
     )  # fmt: skip
 
-    def run(prompts: list[list[int]], index: int) -> list[tuple[list[int], Any]]:
+    def run(prompts: list[list[int]], new: list[int], index: int) -> list[Made]:
         sampling = [
             vllm.SamplingParams(
-                max_tokens=NEW, temperature=1.0, seed=1000 * index + i, ignore_eos=True, logprobs=0, detokenize=False
+                max_tokens=n, temperature=1.0, seed=1000 * index + i if settings["seeded"] else None, ignore_eos=True,
+                logprobs=0, detokenize=False,
             )
-            for i in range(REQUESTS)
-        ]
+            for i, n in enumerate(new)
+        ]  # fmt: skip
         made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         outputs = [request.outputs[0] for request in made]
         return [
@@ -86,51 +157,63 @@ def vllm_side(folder: Path, kind: str) -> Run:
     return run
 
 
-def serve(name: str, folder: Path) -> None:
-    """A round for each line on stdin, the first to warm up; what the last one made stays in the folder."""
+def serve(name: str, folder: Path, settings: dict[str, Any]) -> None:
+    """A round for each line on stdin (`work index`); some of what the last one made stays in the folder."""
     kind = SIDES[name][0]
-    run = (vllm_side if kind == "vllm" else rlloop_side)(folder, kind)
+    run = vllm_side(folder, settings) if kind == "vllm" else rlloop_side(folder, kind, settings)
     print(f"\n{READY}", flush=True)
-    for index, _ in enumerate(sys.stdin):
-        prompts = prompts_of(index)
+    for line in sys.stdin:
+        work, index = line.split()
+        prompts, new = requests_of(work, int(index))
         begin = time.perf_counter()
-        made = run(prompts, index)
-        speed = sum(len(logprobs) for _, logprobs in made) / (time.perf_counter() - begin)
-        print(f"{name}, {'round ' + str(index) if index else 'warm-up'}: {speed:,.0f} tokens/s", file=sys.stderr)
-        kept = made[:SCORED]
-        np.savez(
-            folder / f"{list(SIDES).index(name)}.npz", prompts=np.array(prompts[:SCORED]),
-            tokens=np.array([tokens for tokens, _ in kept]),
-            logprobs=np.array([logprobs for _, logprobs in kept], np.float32),
-        )  # fmt: skip
+        made = run(prompts, new, int(index))
+        speed = sum(new) / (time.perf_counter() - begin)
+        if [len(logprobs) for _, logprobs in made] != new:
+            raise RuntimeError(f"{name} made completions of other lengths than it was asked for")
+        what = f"round {index}" if int(index) else "warm-up"
+        print(f"{name}, {settings['shape']}/{work}, {what}: {speed:,.0f} tokens/s", file=sys.stderr, flush=True)
+        kept, tokens = [], 0
+        for prompt, (ids, logprobs) in zip(prompts, made, strict=True):
+            if tokens < SCORED:
+                kept.append([prompt, list(map(int, ids)), list(map(float, logprobs))])
+                tokens += len(prompt) + len(ids)
+        (folder / f"{list(SIDES).index(name)} {work}.json").write_text(json.dumps(kept))
         print(f"\n{DONE}{speed}", flush=True)
 
 
-def mismatch(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
-    """(k3, how many logprobs differ) of each engine from the trainer's own path."""
+def mismatch(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[str, dict[str, float]]:
+    """k3 of each engine from the trainer's own path, by work."""
     import torch
 
     import rlloop
 
-    model, found = rlloop.load_model(folder, dtype="bfloat16", device="cuda"), {}
-    for name in names:
-        made = np.load(folder / f"{list(SIDES).index(name)}.npz")
-        pairs = list(zip(made["prompts"].tolist(), made["tokens"].tolist(), strict=True))
-        with torch.no_grad():
-            scored = torch.stack(rlloop.token_logprobs(model, pairs, max_tokens=16384)).cpu().numpy()
-        d = scored.astype(np.float64) - made["logprobs"]
-        different = int((scored.view(np.int32) != made["logprobs"].view(np.int32)).sum())
-        found[name] = float(np.mean(np.expm1(d) - d)), different
-        print(f"{name}: k3 {found[name][0]:.3g}, {different} of {d.size} logprobs differ", file=sys.stderr)
+    config = EVERY[settings["shape"]][1]
+    model = model_of(folder, config)
+    found: dict[str, dict[str, float]] = {work: {} for work in settings["works"]}
+    for work in found:
+        for name in names:
+            if not written(folder) and SIDES[name][0] == "vllm":
+                continue
+            kept = json.loads((folder / f"{list(SIDES).index(name)} {work}.json").read_text())
+            with torch.no_grad():
+                rows = rlloop.token_logprobs(model, [(prompt, ids) for prompt, ids, _ in kept], max_tokens=16384)
+            scored = torch.cat(rows).cpu().numpy()
+            theirs = np.concatenate([np.array(logprobs, np.float32) for *_, logprobs in kept])
+            d = scored.astype(np.float64) - theirs
+            different = int((scored.view(np.int32) != theirs.view(np.int32)).sum())
+            found[work][name] = float(np.mean(np.expm1(d) - d))
+            print(
+                f"{name}, {work}: k3 {found[work][name]:.3g}, {different} of {d.size} logprobs differ", file=sys.stderr
+            )
     return found
 
 
 class Side:
-    """One engine in a process of its own: they all start at once, and then take turns."""
+    """One engine in a process of its own."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any]) -> None:
         self.name = name
-        command = [sys.executable, __file__, "--child", str(folder), name]
+        command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings), name]
         environment = {**os.environ, **SIDES[name][1]}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -144,10 +227,10 @@ class Side:
                 return line.removeprefix(marker)
         raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
 
-    def round(self) -> float:
+    def round(self, work: str, index: int) -> float:
         """Tokens per second."""
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(f"{work} {index}\n")
         self._process.stdin.flush()
         return float(self.until(DONE))
 
@@ -156,60 +239,109 @@ class Side:
         self._process.wait()
 
 
-def mismatches(folder: Path, names: list[str]) -> dict[str, tuple[float, int]]:
-    command = [sys.executable, __file__, "--child", str(folder), "k3", *names]
+def mismatches(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[str, dict[str, float]]:
+    """`mismatch` in a process of its own, so that the next engines have the whole GPU."""
+    command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings), "k3", *names]
     out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(out.stdout.splitlines()[-1])
 
 
-def figures_of(model: str, names: list[str]) -> list[Figure]:
-    work = f"engine, {MODELS[model][0]} bf16, {REQUESTS} x ({PROMPT} in, {NEW} out), logprobs"
+def speeds(folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool) -> Speeds:
+    """Tokens per second of each engine's rounds, by work. `turns`: all start, and then take turns."""
+    found: Speeds = {work: {name: [] for name in names} for work in settings["works"]}
+    for group in [names] if turns else [[name] for name in names]:
+        sides = [Side(name, folder, settings) for name in group]
+        try:
+            for side in sides:
+                side.until(READY)
+            for work in found:
+                for index in range(rounds + 1):
+                    for side in sides:
+                        speed = side.round(work, index)
+                        if index:  # the first warms up
+                            found[work][side.name].append(speed)
+        finally:
+            for side in sides:
+                side.close()
+    return found
+
+
+def figures_of(shape: str, works: list[str], names: list[str], rounds: int, seeded: bool) -> list[Figure]:
+    import torch
+
+    words, config = EVERY[shape]
+    memory = 1 << 40 if shape == "tiny" else torch.cuda.get_device_properties(0).total_memory
+    turns, rates = together(shape, names, works, memory), device_rates(device_name())
+    sizes = [sizes_of(work, index) for work in works for index in range(rounds + 1)]
+    settings = {
+        "shape": shape, "works": works, "seeded": seeded, "running": min(RUNNING, max(map(len, sizes))),
+        "cache": cache_bytes(shape, works, len(names) if turns else 1, memory),
+        "longest": max(sum(size) for each in sizes for size in each) + 16,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        make_folder(model, folder)
-        sides = [Side(name, folder) for name in names]
-        for side in sides:
-            side.until(READY)
-        rounds = [[side.round() for side in sides] for _ in range(ROUNDS + 1)]
-        speed = dict(zip(names, map(max, zip(*rounds[1:], strict=True)), strict=True))
-        for side in sides:
-            side.close()
-        apart = mismatches(folder, names)
-    figures = [Figure(name=work, unit="tokens/s", value=speed["rlloop"])] if len(names) == 1 else []
-    for name in ("rlloop", "rlloop's model inside vLLM"):
-        for peer, aim in (("vLLM default", 0.95), ("vLLM batch-invariant", 1.25)):
-            if name in names and peer in names:
-                title = work if name == "rlloop" else f"{work}, {name}"
+        if total_bytes(config) <= WRITTEN:
+            make_folder(shape, folder)
+        else:
+            (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        found = speeds(folder, settings, names, rounds, turns)
+        apart = mismatches(folder, settings, names)
+    figures = []
+    for work in works:
+        title = f"engine, {words} bf16, {WORKS[work]}, logprobs"
+        bound = rates and engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates)
+        peers = [peer for peer in AIMS if peer in names]
+        for name in (name for name in names if name not in AIMS):
+            more = "" if name == "rlloop" else f", {name}"
+            for peer in peers or [None]:
+                said = peer and f"{peer}, {'seeded' if seeded else 'unseeded'}"
                 figures.append(
-                    Figure(name=title, unit="tokens/s", value=speed[name], peer=peer, peer_value=speed[peer], aim=aim)
-                )
-    return figures + [
-        Figure(name=f"k3 of {name} from the trainer, {MODELS[model][0]} bf16", unit="nats", value=k3)
-        for name, (k3, _) in apart.items()
-    ]
+                    Figure.of_rounds(
+                        title + more, "tokens/s", found[work][name], said, found[work].get(peer or ""),
+                        aim=AIMS.get(peer or ""), roofline=bound,
+                    )
+                )  # fmt: skip
+        scored = f"{words} bf16" if work == "crowd" else f"{words} bf16, {WORKS[work]}"
+        figures += [
+            Figure(name=f"k3 of {name} from the trainer, {scored}", unit="nats", value=k3)
+            for name, k3 in apart[work].items()
+        ]
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
-    parser.add_argument("--only", choices=MODELS, action="append", help="of the models")
+    parser.add_argument("--seeded", action="store_true", help="vLLM's requests have seeds, as rlloop's do")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
+    parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, one request, nothing recorded")
     parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    cells.add_arguments(parser)
     args = parser.parse_args()
     if args.child:
-        folder, *what = args.child
-        if what[0] == "k3":
-            print(json.dumps(mismatch(Path(folder), what[1:])))
+        folder, settings, what, *more = args.child
+        if what == "k3":
+            print(json.dumps(mismatch(Path(folder), json.loads(settings), more)))
         else:
-            serve(what[0], Path(folder))
+            serve(what, Path(folder), json.loads(settings))
+        return
+    if args.tiny:
+        print(table(figures_of("tiny", ["one"], ["rlloop"], 2, seeded=False)))
+        return
+    picked = [cell.split("/") for cell in cells.chosen(CELLS, args.cells)]
+    works = {shape: [work for each, work in picked if each == shape] for shape, _ in picked}
+    if args.list:
+        print("\n".join(map("/".join, picked)))
         return
     names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
-    figures = [figure for model in args.only or MODELS for figure in figures_of(model, names)]
-    if args.quick:
-        print(table(figures))
-    else:
-        report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())))
+    for shape in cells.within({shape: [f"{shape}/{work}" for work in works[shape]] for shape in works}, args.seconds):
+        figures = figures_of(shape, works[shape], names, args.rounds, args.seeded)
+        if args.quick:
+            print(table(figures))
+        else:
+            report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
 
 
 if __name__ == "__main__":

@@ -80,13 +80,14 @@ def main() -> None:
                 mine, other = ours(x, *sets[0], chosen, weights), theirs(x, *sets[0], chosen, weights)
                 error = (mine.float() - other.float()).norm() / mine.float().norm()
                 assert error < 0.02, f"{name} gives something else: {error:.3f}"
-                times = seconds(
+                mine, other = seconds(
                     [[lambda s=s, f=f, x=x, c=chosen, w=weights: f(x, *s, c, w) for s in sets] for f in (ours, theirs)]
                 )
                 figures.append(
-                    Figure(
-                        name=f"experts {hidden}x{inner}, {top_k} of {count}, {tokens} tokens, bf16", unit="us",
-                        value=1e6 * times[0], peer=name, peer_value=1e6 * times[1], aim=0.95, lower_is_better=True,
+                    Figure.of_rounds(
+                        f"experts {hidden}x{inner}, {top_k} of {count}, {tokens} tokens, bf16", "us",
+                        [1e6 * each for each in mine], name, [1e6 * each for each in other], aim=0.95,
+                        lower_is_better=True,
                     )
                 )  # fmt: skip
     if args.quick:

@@ -12,7 +12,6 @@ bits read new sequences of the chain. Both directions of the KL divergence are a
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -69,16 +68,16 @@ def products() -> list[Figure]:
                 ways = [[lambda x=x, w=w: OPS.linear(x, w) for w in weights] for weights in (quantised, plain)]
                 own, other = seconds(ways)
             figures.append(
-                Figure(
-                    name=f"linear {width} to {outputs}, {rows} rows, fp8", unit="us", value=1e6 * own, peer="bfloat16",
-                    peer_value=1e6 * other, lower_is_better=True,
+                Figure.of_rounds(
+                    f"linear {width} to {outputs}, {rows} rows, fp8", "us", [1e6 * each for each in own], "bfloat16",
+                    [1e6 * each for each in other], lower_is_better=True,
                 )
             )  # fmt: skip
             print(figures[-1], file=sys.stderr)
     return figures
 
 
-def by_clock(ways: list[Callable[[], object]]) -> list[float]:
+def by_clock(ways: list[Callable[[], object]]) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in ways]
     for turn in range(ROUNDS + 2):
         for taken, way in zip(times, ways, strict=True):
@@ -88,7 +87,7 @@ def by_clock(ways: list[Callable[[], object]]) -> list[float]:
             torch.cuda.synchronize()
             if turn > 1:
                 taken.append(time.perf_counter() - began)
-    return [statistics.median(each) for each in times]
+    return times
 
 
 def experts() -> list[Figure]:
@@ -113,9 +112,10 @@ def experts() -> list[Figure]:
         names = ("forward", "forward and backward")
         for name, times in zip(names, (forward, by_clock([lambda w=w: both(w) for w in sets])), strict=True):
             figures.append(
-                Figure(
-                    name=f"experts {HIDDEN}x{INNER}, {TOP_K} of {EXPERTS}, {tokens} tokens, {name}, fp8", unit="us",
-                    value=1e6 * times[0], peer="bfloat16", peer_value=1e6 * times[1], lower_is_better=True, aim=1.0,
+                Figure.of_rounds(
+                    f"experts {HIDDEN}x{INNER}, {TOP_K} of {EXPERTS}, {tokens} tokens, {name}, fp8", "us",
+                    [1e6 * each for each in times[0]], "bfloat16", [1e6 * each for each in times[1]],
+                    lower_is_better=True, aim=1.0,
                 )
             )  # fmt: skip
             print(figures[-1], file=sys.stderr)

@@ -57,12 +57,13 @@ class Case(NamedTuple):
         """Bytes that a product of few rows has to move."""
         return 2 * (self.width * self.outputs + self.rows * (self.width + self.outputs))
 
-    def figure(self, peer: str, ours: float, theirs: float, aim: float) -> Figure:
+    def figure(self, peer: str, ours: list[float], theirs: list[float], aim: float) -> Figure:
         few = self.rows <= SMALL[-1]
         scale = 1e-9 * self.bytes if few else 2e-12 * self.rows * self.width * self.outputs
-        return Figure(
-            name=f"linear {self.model} {self.name}, M {self.rows}, K {self.width}, N {self.outputs}, bf16",
-            unit="GB/s" if few else "TFLOP/s", value=scale / ours, peer=peer, peer_value=scale / theirs, aim=aim,
+        return Figure.of_rounds(
+            f"linear {self.model} {self.name}, M {self.rows}, K {self.width}, N {self.outputs}, bf16",
+            "GB/s" if few else "TFLOP/s", [scale / each for each in ours], peer, [scale / each for each in theirs],
+            aim=aim,
         )  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def ours(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight, None)
 
 
-def times(case: Case, products: list[Product]) -> list[float]:
+def times(case: Case, products: list[Product]) -> list[list[float]]:
     copies = max(2, min(64, L2_BYTES // case.bytes)) if case.rows <= SMALL[-1] else 2
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = [
@@ -104,8 +105,8 @@ def beside_cublas(numbers: tuple[int, ...]) -> list[Figure]:
     return figures
 
 
-def in_vllm_s_mode(numbers: tuple[int, ...]) -> list[list[float]]:
-    """(ours, vLLM's) seconds of each case. The mode is a setting of the whole process."""
+def in_vllm_s_mode(numbers: tuple[int, ...]) -> list[list[list[float]]]:
+    """(ours, vLLM's) seconds of each case in each round. The mode is a setting of the whole process."""
     importlib.import_module(VLLM).enable_batch_invariant_mode()
     return [times(case, [ours, F.linear]) for case in cases(numbers)]
 

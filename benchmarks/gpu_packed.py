@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -151,10 +150,9 @@ def speeds(models: dict[str, Model], rows: list[int], new: int, batch: tuple[int
     for name in dict.fromkeys(name for name, _ in works):
         for kind in models:
             print(name, kind, *(f"{each:.4f}" for each in sorted(taken[name, kind])), "s", file=sys.stderr)
-        own, plain = (statistics.median(taken[name, kind]) for kind in ("packed", "bfloat16"))
         figures.append(
-            Figure(
-                name=f"{name}, int4 experts", unit="s", value=own, peer="bfloat16", peer_value=plain,
+            Figure.of_rounds(
+                f"{name}, int4 experts", "s", taken[name, "packed"], "bfloat16", taken[name, "bfloat16"],
                 lower_is_better=True, aim={"d": 1.5, "w": None, "L": 0.9}[name[0]],
             )
         )  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import sys
 from collections.abc import Callable
 
@@ -57,8 +56,8 @@ def theirs(given: list[Tensor], shape: str) -> dict[str, Tensor]:
     return named | ({"beta": beta.bfloat16()} if corrects else {})
 
 
-def milliseconds(works: list[Callable[[], object]]) -> list[float | None]:
-    """Of one call each: the median of rounds in which they take turns. None: it does not run here."""
+def milliseconds(works: list[Callable[[], object]]) -> list[list[float] | None]:
+    """Of one call each, in rounds in which they take turns. None: it does not run here."""
     times: list[list[float]] = [[] for _ in works]
     for at, work in enumerate(works):
         try:
@@ -75,7 +74,7 @@ def milliseconds(works: list[Callable[[], object]]) -> list[float | None]:
             end.synchronize()
             if index > 1:
                 times[at].append(begin.elapsed_time(end))
-    return [None if work is list else statistics.median(each) for work, each in zip(works, times, strict=True)]
+    return [None if work is list else each for work, each in zip(works, times, strict=True)]
 
 
 def training(shape: str, sequences: int, length: int, peer: bool) -> list[Figure]:
@@ -103,9 +102,9 @@ def training(shape: str, sequences: int, length: int, peer: bool) -> list[Figure
     of_peer = times[2:] or [None, None]
     name = f"{shape}, {sequences} x {length} tokens"
     return [
-        Figure(
-            name=f"{kind}, {name}", unit="ms", value=value or 0.0,
-            peer=None if other is None else "flash-linear-attention", peer_value=other, aim=0.8, lower_is_better=True,
+        Figure.of_rounds(
+            f"{kind}, {name}", "ms", value or [0.0], None if other is None else "flash-linear-attention", other,
+            aim=0.8, lower_is_better=True,
         )
         for kind, value, other in zip(("forward", "forward and backward"), times[:2], of_peer, strict=True)
     ]  # fmt: skip
@@ -141,12 +140,11 @@ def decode(shape: str, sequences: int, peer: bool) -> list[Figure]:
                 return run(**named, scale=1.0, initial_state=state, output_final_state=True)[0]
 
         works.append([lambda state=state: other(state) for state in states])
-    value, *rest = (1e6 * each for each in seconds(works))
+    value, *rest = ([1e6 * each for each in times] for times in seconds(works))
     return [
-        Figure(
-            name=f"decode, {shape}, {sequences} sequences", unit="us", value=value,
-            peer="flash-linear-attention" if peer else None, peer_value=rest[0] if rest else None, aim=1.0,
-            lower_is_better=True,
+        Figure.of_rounds(
+            f"decode, {shape}, {sequences} sequences", "us", value, "flash-linear-attention" if peer else None,
+            rest[0] if rest else None, aim=1.0, lower_is_better=True,
         )
     ]  # fmt: skip
 

@@ -7,9 +7,10 @@ bfloat16, AdamW on float32 masters.
 
 - rlloop: one process, one copy of the compute weights, `parity.mode=require` in effect: every logprob is compared.
 - with `--vllm`, the same with vLLM's default mode and transformers (SDPA): vLLM in a process of its own samples,
-  PyTorch learns as in gpu_train.py, `torch.optim.AdamW` (fused) steps. vLLM is not even sent the weights, which helps.
+  PyTorch learns as in gpu_train.py, `torch.optim.AdamW` (fused) steps. vLLM is not even sent the weights, which helps,
+  and its requests have no seeds, which is its faster way.
 
-Both learn from the same number of tokens in micro-batches of 16,384. The fastest of three steps counts, after two.
+Both learn from the same number of tokens in micro-batches of 16,384. Medians of three steps, after two.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from gpu_engine import NEW, PROMPT, REQUESTS, VLLM_CACHE_BYTES, prompts_of
 from gpu_shapes import MODELS, make_folder
 from results_schema import Figure, report, table
 
+REQUESTS, PROMPT, NEW = 256, 128, 256
 BUDGET, WARM, STEPS, LR = 16384, 2, 3, 1e-6
+VLLM_CACHE_BYTES = 24 << 30  # of keys and values: all requests at once, with room to spare
 Step = Callable[[int], tuple[float, int]]  # returns (k3 of the trainer from the engine, how many logprobs differ)
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(3, 150000, (REQUESTS, PROMPT)).tolist()
 
 
 def advantages() -> np.ndarray:
@@ -78,6 +84,7 @@ def theirs(folder: Path) -> Step:
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=REQUESTS,
         logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2, kv_cache_memory_bytes=VLLM_CACHE_BYTES,
+        disable_log_stats=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
     masters = [p.detach().float() for p in model.parameters()]
@@ -86,12 +93,7 @@ def theirs(folder: Path) -> Step:
 
     def run(index: int) -> tuple[float, int]:
         prompts = prompts_of(index)
-        sampling = [
-            vllm.SamplingParams(
-                max_tokens=NEW, temperature=1.0, seed=1000 * index + i, ignore_eos=True, logprobs=0, detokenize=False
-            )
-            for i in range(REQUESTS)
-        ]
+        sampling = vllm.SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
         made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         outputs = [request.outputs[0] for request in made]
         old = np.array(
@@ -121,22 +123,21 @@ def theirs(folder: Path) -> Step:
     return run
 
 
-def measure(what: str, folder: Path) -> tuple[float, float, int]:
-    """(seconds of a step, k3, how many logprobs differ); the latter two of the first step."""
+def measure(what: str, folder: Path) -> list[float]:
+    """k3 of the first step, and seconds of each that counts."""
     import torch
 
     run = {"rlloop": ours, "peer": theirs}[what](folder)
-    best, first = float("inf"), (0.0, 0)
+    first, times = 0.0, []
     for index in range(WARM + STEPS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         found = run(index)
         torch.cuda.synchronize()
-        elapsed = time.perf_counter() - begin
-        print(f"{what}, step {index}: {elapsed:.2f} s, k3 {found[0]:.3g}, {found[1]} differ", file=sys.stderr)
-        first = first if index else found
-        best = best if index < WARM else min(best, elapsed)
-    return best, *first
+        times.append(time.perf_counter() - begin)
+        print(f"{what}, step {index}: {times[-1]:.2f} s, k3 {found[0]:.3g}, {found[1]} differ", file=sys.stderr)
+        first = first if index else found[0]
+    return [first, *times[WARM:]]
 
 
 def in_child(what: str, folder: Path) -> list[float]:
@@ -153,14 +154,11 @@ def figures_of(model: str, vllm: bool) -> list[Figure]:
         peer = in_child("peer", Path(name)) if vllm else None
     work = f"RL step, {MODELS[model][0]} bf16"
     names, tokens = ("rlloop", "vLLM default + transformers"), REQUESTS * NEW
-    figures = [
-        Figure(
-            name=f"{work}, {REQUESTS} x ({PROMPT} in, {NEW} out)", unit="new tokens/s", value=tokens / mine[0],
-            peer=names[1] if peer else None, peer_value=tokens / peer[0] if peer else None, aim=1.0,
-        )
-    ]  # fmt: skip
+    speeds = [[tokens / seconds for seconds in side[1:]] if side else None for side in (mine, peer)]
+    title = f"{work}, {REQUESTS} x ({PROMPT} in, {NEW} out)"
+    figures = [Figure.of_rounds(title, "new tokens/s", speeds[0] or [], names[1] if peer else None, speeds[1], aim=1.0)]
     return figures + [
-        Figure(name=f"k3 of {name}, {work}", unit="nats", value=side[1])
+        Figure(name=f"k3 of {name}, {work}", unit="nats", value=side[0])
         for name, side in zip(names, (mine, peer), strict=True)
         if side
     ]

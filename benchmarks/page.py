@@ -27,15 +27,27 @@ def records(name: str) -> list[dict[str, Any]]:
 
 def table(names: list[str]) -> str:
     """A Markdown table of the named results, and under it where, with what and at which commit they were measured."""
-    rows = ["| measure | rlloop | compared with | ratio | aim |", "|---|---|---|---|---|"]
+    found = [record for name in names for record in records(name)]
+    bounded = any(each.get("roofline") for each in found)
+    heads = ["measure", "rlloop", "compared with", "ratio", "aim", *(["the device allows"] if bounded else [])]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     sources: dict[str, None] = {}
-    for each in (record for name in names for record in records(name)):
-        peer = f"{each['peer']}: {number(each['peer_value'])}" if each["peer"] else ""
-        value = f"{number(each['value'])} {each['unit']}"
-        rows.append(f"| {each['name']} | {value} | {peer} | {number(each['ratio'])} | {number(each['aim'])} |")
+    for each in found:
+        peer = f"{each['peer']}: {rounds(each, 'peer_value', 'peer_spread')}" if each["peer"] else ""
+        value = f"{rounds(each, 'value', 'spread')} {each['unit']}"
+        cells = [each["name"], value, peer, number(each["ratio"]), number(each["aim"])]
+        cells += [number(each.get("roofline"))] if bounded else []
+        rows.append(f"| {' | '.join(cells)} |")
         packages = ", ".join(f"{package} {version}" for package, version in each["versions"].items())
-        sources[f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {each['gpu']}; {packages}."] = None
+        place = f"{each['gpu']}, {each['host']}" if each.get("host") else each["gpu"]
+        sources[f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {place}; {packages}."] = None
     return "\n".join([*rows, "", *(f"- {source}" for source in sources)])
+
+
+def rounds(record: dict[str, Any], value: str, spread: str) -> str:
+    """The median of rounds with their least and most."""
+    shown = number(record[value])
+    return f"{shown} ({' to '.join(map(number, record[spread]))})" if record.get(spread) else shown
 
 
 def number(value: float | None) -> str:

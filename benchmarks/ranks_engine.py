@@ -232,18 +232,13 @@ def measured(sides: list[Side], works: list[str], tp: int) -> list[Figure]:
         for name, speeds in by_side.items():
             low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
             lines.append(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s")
-        ours, title = statistics.median(by_side["rlloop"]), f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
+        ours, title = by_side["rlloop"], f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
         if len(sides) == 1:
-            figures.append(Figure(name=title, unit="tokens/s", value=ours))
+            figures.append(Figure.of_rounds(title, "tokens/s", ours))
         for peer, speeds in by_side.items():
             if peer != "rlloop":
                 aim = AIMS[work] if peer == "vLLM default" else 1.5
-                figures.append(
-                    Figure(
-                        name=title, unit="tokens/s", value=ours, peer=f"{peer} tp {tp}",
-                        peer_value=statistics.median(speeds), aim=aim,
-                    )
-                )  # fmt: skip
+                figures.append(Figure.of_rounds(title, "tokens/s", ours, f"{peer} tp {tp}, unseeded", speeds, aim=aim))
     print("\n".join(["", "least / median / most", *lines, ""]), flush=True)
     return figures
 

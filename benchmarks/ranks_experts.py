@@ -189,8 +189,10 @@ def measured(sides: list[Side], works: list[str], ranks: int) -> list[Figure]:
         count, prompt, new = WORK[work]
         title = f"engine, 16 layers of 128 experts bf16, EP {ranks}, {count} x ({prompt} in, {new} out)"
         for peer in [name for name in middle if name != "rlloop"] or [None]:
-            beside = {} if peer is None else {"peer": f"{peer} {ranks}", "peer_value": middle[peer], "aim": 1.1}
-            figures.append(Figure(name=title, unit="tokens/s", value=middle["rlloop"], **beside))
+            named, aim = (None, None) if peer is None else (f"{peer} {ranks}, unseeded", 1.1)
+            figures.append(
+                Figure.of_rounds(title, "tokens/s", speeds["rlloop"], named, speeds.get(peer or ""), aim=aim)
+            )
     print("\n".join(["", "tokens/s, least / median / most", *lines, ""]), flush=True)
     return figures
 

@@ -148,10 +148,9 @@ def main() -> None:
                 flush=True,
             )
             best = min((name for name in times if name.startswith("gather")), key=lambda n: statistics.median(times[n]))
-            figures.append(Figure(
-                name=f"layer's products, 8B, {tp.size} GPUs, {rows} rows, {best}", unit="us",
-                value=statistics.median(times[best]), peer="all-reduce form, NCCL, cuBLAS",
-                peer_value=statistics.median(times["all-reduce"]), aim=0.95, lower_is_better=True,
+            figures.append(Figure.of_rounds(
+                f"layer's products, 8B, {tp.size} GPUs, {rows} rows, {best}", "us", times[best],
+                "all-reduce form, NCCL, cuBLAS", times["all-reduce"], aim=0.95, lower_is_better=True,
             ))  # fmt: skip
     if tp.rank == 0:
         report(f"ranks-products-{tp.size}", figures)

@@ -10,7 +10,7 @@ A step is forward, backward and AdamW over 8 sequences of 2,048 tokens a GPU; al
   guarantee is on; gradients are exchanged as bits.
 - peer: transformers' model with SDPA under `fully_shard`, float32 masters, bfloat16 compute, float32 reduction.
 
-Each has processes of its own, one after the other; the fastest of the rounds counts. The share of the exchange is the
+Each has processes of its own, one after the other; medians of the rounds count. The share of the exchange is the
 part of a step that it does not take where the same numbers are taken from the rank itself in place of the network.
 
 `--tiny` runs a toy shape on CPUs over gloo, which shows that the script works and measures nothing.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -163,11 +164,11 @@ def peers(setting: Setting) -> Callable[[], None]:
     return step
 
 
-def fastest(setting: Setting, step: Callable[[], None], rounds: int) -> float:
-    """Seconds of a step of all ranks."""
+def round_seconds(setting: Setting, step: Callable[[], None], rounds: int) -> list[float]:
+    """Seconds of a step of all ranks in each round."""
     import torch.distributed as dist
 
-    best = float("inf")
+    found = []
     for index in range(WARM + rounds):
         _finish(setting)
         dist.barrier()
@@ -175,11 +176,10 @@ def fastest(setting: Setting, step: Callable[[], None], rounds: int) -> float:
         step()
         _finish(setting)
         dist.barrier()
-        seconds = time.perf_counter() - begin
+        found.append(time.perf_counter() - begin)
         if setting.rank == 0:
-            print(f"round {index}: {seconds:.3f} s", file=sys.stderr, flush=True)
-        best = min(best, seconds) if index >= WARM else best
-    return best
+            print(f"round {index}: {found[-1]:.3f} s", file=sys.stderr, flush=True)
+    return found[WARM:]
 
 
 def _finish(setting: Setting) -> None:
@@ -195,11 +195,11 @@ def child(what: str, setting: Setting, address: str, out: Path) -> None:
         found = {}
         if what == "rlloop":
             step, alone = ours(setting)
-            found["seconds"] = fastest(setting, step, ROUNDS)
+            found["seconds"] = round_seconds(setting, step, ROUNDS)
             found["bytes"] = _peak(setting)
-            found["alone"] = fastest(setting, alone, ROUNDS) if setting.size > 1 else found["seconds"]
+            found["alone"] = round_seconds(setting, alone, ROUNDS) if setting.size > 1 else found["seconds"]
         else:
-            found["seconds"] = fastest(setting, peers(setting), ROUNDS)
+            found["seconds"] = round_seconds(setting, peers(setting), ROUNDS)
             found["bytes"] = _peak(setting)
         if setting.rank == 0:
             out.write_text(json.dumps(found))
@@ -209,7 +209,7 @@ def _peak(setting: Setting) -> float:
     return torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else 1.0
 
 
-def in_children(what: str, size: int, tiny: bool, shard: str) -> dict[str, float]:
+def in_children(what: str, size: int, tiny: bool, shard: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, address = folder / "found.json", f"file://{folder / 'meeting'}"
@@ -264,17 +264,17 @@ def main() -> None:
         )
 
 
-def compared(setting: Setting, mine: dict[str, float] | None, theirs: dict[str, float] | None) -> list[Figure]:
+def compared(setting: Setting, mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> list[Figure]:
     tokens, gib = setting.size * setting.sequences * setting.length, 2**30
     shape = f"8B shape, {setting.size} GPUs, {setting.sequences} x {setting.length} a GPU"
     if setting.shard == "parameters":
         shape += ", parameters sharded"
     found, peer = mine or theirs, theirs if mine is not None else None
     assert found is not None
+    speeds, others = ([tokens / each for each in (side or {"seconds": []})["seconds"]] for side in (found, peer))
     figures = [
-        Figure(
-            name=f"training, {shape}", unit="tokens/s", value=tokens / found["seconds"], peer="transformers, FSDP2",
-            peer_value=None if peer is None else tokens / peer["seconds"], aim=1.1,
+        Figure.of_rounds(
+            f"training, {shape}", "tokens/s", speeds, "transformers, FSDP2", others, aim=1.1
         ),
         Figure(
             name=f"memory of training, {shape}", unit="GiB", value=found["bytes"] / gib, peer="transformers, FSDP2",
@@ -283,7 +283,8 @@ def compared(setting: Setting, mine: dict[str, float] | None, theirs: dict[str, 
     ]  # fmt: skip
     if mine is None:
         return [replace(figure, peer=None, name=f"transformers, FSDP2: {figure.name}") for figure in figures]
-    share = 100 * max(0.0, 1 - mine["alone"] / mine["seconds"])
+    alone, whole = (statistics.median(mine[which]) for which in ("alone", "seconds"))
+    share = 100 * max(0.0, 1 - alone / whole)
     return [*figures, Figure(name=f"gradient exchange's share of a step (aim: 3), {shape}", unit="%", value=share)]
 
 

@@ -3,24 +3,31 @@
     figures = [Figure(name="decode", unit="tokens/s", value=5100.0, peer="transformers", peer_value=3300.0, aim=1.5)]
     report("decode", figures)  # prints a table and writes benchmarks/results/decode.json
 
-Keys: name, gpu, versions, commit, command, unit, peer, peer_value, value, ratio, aim, date. `gpu` names the device that
-did the work, a CPU too; `ratio` is better when larger, whatever the unit.
+Keys: name, gpu, host, versions, commit, command, unit, peer, peer_value, value, ratio, aim, spread, peer_spread,
+roofline, date. `gpu` names the device that did the work, a CPU too, and `host` the processor beside it; `ratio` is
+better when larger, whatever the unit. Of several rounds, `value` and `peer_value` are medians, and `spread` and
+`peer_spread` are [least, most]. `roofline` is the value that the device's memory bandwidth and arithmetic allow.
+Records made before a key existed lack it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
+PARTS = ("--only", "--cells", "--seconds", "--shape", "--rows")  # arguments of a run that measures a part of its table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,22 @@ class Figure:
     peer_value: float | None = None
     aim: float | None = None  # the ratio to reach
     lower_is_better: bool = False
+    spread: tuple[float, float] | None = None  # least and most of the rounds of which `value` is the median
+    peer_spread: tuple[float, float] | None = None
+    roofline: float | None = None  # what the device allows
+
+    @classmethod
+    def of_rounds(
+        cls, name: str, unit: str, rounds: Sequence[float], peer: str | None = None,
+        peer_rounds: Sequence[float] | None = None, **more: Any,
+    ) -> Self:  # fmt: skip
+        """The medians of rounds, beside their least and most."""
+        value, spread = _summary(rounds)
+        peer_value, peer_spread = _summary(peer_rounds) if peer_rounds else (None, None)
+        return cls(
+            name=name, unit=unit, value=value, spread=spread, peer=peer, peer_value=peer_value, peer_spread=peer_spread,
+            **more,
+        )  # fmt: skip
 
     @property
     def ratio(self) -> float | None:
@@ -45,6 +68,7 @@ class Figure:
         return {
             "name": self.name,
             "gpu": device,
+            "host": host_name(),
             "versions": versions,
             "commit": commit,
             "command": command,
@@ -54,14 +78,21 @@ class Figure:
             "value": _rounded(self.value),
             "ratio": _rounded(self.ratio),
             "aim": self.aim,
+            "spread": _both_rounded(self.spread),
+            "peer_spread": _both_rounded(self.peer_spread),
+            "roofline": _rounded(self.roofline),
             "date": datetime.now(UTC).date().isoformat(),
         }
 
 
-def report(name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), device: str | None = None) -> Path:
+def report(
+    name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), device: str | None = None,
+    part: bool | None = None,
+) -> Path:  # fmt: skip
     """Print the figures and write them to `results/<name>.json`; `packages` are the peers whose versions matter.
 
-    A run with `--only` measures a part of what its script does: what was recorded under other names stays.
+    `part`: these are some of what the script measures, and what was recorded under other names stays. None: they are
+    if the script was given one of `PARTS`.
     """
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     script = Path(sys.argv[0]).resolve()
@@ -77,7 +108,9 @@ def report(name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), 
     ]
     print(table(figures))
     path = RESULTS / f"{name}.json"
-    if path.exists() and any(argument.startswith("--only") for argument in sys.argv):
+    if part is None:
+        part = any(argument.startswith(PARTS) for argument in sys.argv)
+    if path.exists() and part:
         records = beside(json.loads(path.read_text()), records)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(records, indent=2) + "\n")
@@ -94,16 +127,17 @@ def beside(before: list[dict[str, Any]], made: list[dict[str, Any]]) -> list[dic
 
 def table(figures: list[Figure]) -> str:
     """The figures as a table of plain text."""
-    rows = [("what", "value", "peer", "its value", "ratio", "aim")]
+    rows = [("what", "value", "peer", "its value", "ratio", "aim", "roofline")]
     for figure in figures:
         rows.append(
             (
                 figure.name,
-                f"{_show(figure.value)} {figure.unit}",
+                f"{_show(figure.value, figure.spread)} {figure.unit}",
                 figure.peer or "",
-                _show(figure.peer_value),
+                _show(figure.peer_value, figure.peer_spread),
                 _show(figure.ratio),
                 _show(figure.aim),
+                _show(figure.roofline),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -123,17 +157,35 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return f"CPU {_processor()}, {torch.get_num_threads()} threads"
+
+
+def host_name() -> str:
+    """The processor, and how many CPUs this process may use: engines prepare their steps there."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_processor()}, {count} CPUs"
+
+
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"CPU {model}, {torch.get_num_threads()} threads"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _summary(rounds: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    return statistics.median(rounds), (min(rounds), max(rounds))
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
-def _show(value: float | None) -> str:
+def _both_rounded(values: tuple[float, float] | None) -> list[float | None] | None:
+    return None if values is None else [_rounded(value) for value in values]
+
+
+def _show(value: float | None, spread: tuple[float, float] | None = None) -> str:
     if value is None:
         return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return shown if spread is None else f"{shown} ({_show(spread[0])} to {_show(spread[1])})"

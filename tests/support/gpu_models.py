@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from benchmarks.gpu_shapes import random_model
 from rlloop.models import Model, new_model
-from rlloop.models.config import parse_config
-from rlloop.models.ropes import RopeTable
-from rlloop.parallel.context import ParallelContext
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -32,19 +28,6 @@ def dense_model(dtype: str, **changes):
     return new_model({**CONFIG, **changes}, seed=0, dtype=dtype).to("cuda")
 
 
-def drawn_on_gpu(config: dict[str, Any], device: str = "cuda:0") -> Model:
+def drawn_on_gpu(config: dict[str, Any]) -> Model:
     """A random Qwen3 in bfloat16: of widths for which a CPU draws for minutes."""
-    parsed = parse_config({**CONFIG, **config, "tie_word_embeddings": False})
-    context = ParallelContext(torch.device(device))
-    with torch.device("meta"):
-        model = Model(parsed, None, context)
-    generator, state = torch.Generator(context.device).manual_seed(0), {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            state[name] = torch.ones(parameter.shape, device=context.device, dtype=torch.bfloat16)
-        else:
-            drawn = torch.randn(parameter.shape, device=context.device, dtype=torch.bfloat16, generator=generator)
-            state[name] = drawn.mul_(parsed.initializer_range)
-    model.load_state_dict(state, assign=True)
-    model.rope = RopeTable(parsed, "cpu").to(context.device)
-    return model
+    return random_model({**CONFIG, **config, "tie_word_embeddings": False})

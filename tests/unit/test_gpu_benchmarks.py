@@ -1,0 +1,156 @@
+"""What the benchmarks on GPUs do without one: cells, time limits, merged results, rooflines, requests, commands."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A function that imports a script or module of benchmarks/."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_patterns_choose_cells(module):
+    cells, every = module("cells"), module("gpu_engine").CELLS
+    assert len(every) == 35
+    assert cells.chosen(every, None) == every
+    assert cells.chosen(every, ["mixture/one", "8B/*"]) == [
+        *(f"8B/{w}" for w in module("gpu_engine").WORKS),
+        "mixture/one",
+    ]
+    with pytest.raises(SystemExit, match="no cell is '8b/one'"):
+        cells.chosen(every, ["8B/one", "8b/one"])
+
+
+def test_a_time_limit_leaves_the_rest_for_another_run(module, capsys):
+    within, groups = module("cells").within, {"small": ["small/a", "small/b"], "large": ["large/a"], "huge": ["huge/a"]}
+    clock = iter([0.0, 0.0, 45.0, 90.0])
+    assert list(within(groups, 100.0, clock=clock.__next__)) == ["small", "large"]  # another such would end at 135
+    assert capsys.readouterr().err == "no time for the rest; go on with --cells huge/a\n"
+    assert list(within(groups, 1.0, clock=iter([0.0, 0.0, 9.0]).__next__)) == ["small"]  # the first, however long
+    assert list(within(groups, None)) == list(groups)
+
+
+def test_results_of_parts_are_merged_and_rounds_are_shown(module, tmp_path, monkeypatch):
+    schema, page = module("results_schema"), module("page")
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "gpu_engine.py"), "--cells", "8B/*"])
+
+    def measured(name: str, rounds: list[float]) -> None:
+        figure = schema.Figure.of_rounds(name, "tokens/s", rounds, "vLLM", [40.0, 20.0, 30.0], aim=1.0, roofline=200.0)
+        schema.report("engine", [figure], device="a GPU", part=True)
+
+    measured("8B, crowd", [50.0, 90.0, 70.0, 60.0])
+    measured("8B, one", [8.0])
+    measured("8B, crowd", [80.0, 90.0, 100.0])
+    crowd, one = json.loads((tmp_path / "engine.json").read_text())
+    assert (crowd["value"], crowd["spread"], crowd["ratio"]) == (90.0, [80.0, 100.0], 3.0)
+    assert (crowd["peer_value"], crowd["peer_spread"], crowd["roofline"]) == (30.0, [20.0, 40.0], 200.0)
+    assert (one["name"], one["value"]) == ("8B, one", 8.0)
+    assert "CPUs" in one["host"]
+    head, _, first, *_ = page.table(["engine"]).splitlines()
+    assert head == "| measure | rlloop | compared with | ratio | aim | the device allows |"
+    assert first == "| 8B, crowd | 90 (80 to 100) tokens/s | vLLM: 30 (20 to 40) | 3 | 1 | 200 |"
+
+
+def test_rooflines_are_what_memory_and_arithmetic_allow(module):
+    roofline, shapes = module("roofline"), module("gpu_shapes")
+    sizes = {shape: roofline.total_bytes(config) / 2e9 for shape, (_, config) in shapes.SHAPES.items()}
+    expected = {"0.6B": 0.596, "4B": 4.02, "8B": 8.19, "14B": 14.77, "32B": 32.76, "mixture": 10.59, "moe": 2.2}
+    assert sizes == pytest.approx(expected, rel=2e-3)
+    rates, config = roofline.device_rates("NVIDIA H200"), shapes.SHAPES["8B"][1]
+    assert rates == (4.8e12, 989e12)
+    assert roofline.device_rates("CPU") is None
+    # One request reads all weights but the table of embeddings for each token.
+    read = roofline.total_bytes(config) - 2 * 151936 * 4096
+    assert roofline.engine_speed(config, [(1, 2000)], 1, rates) == pytest.approx(4.8e12 / read, rel=0.02)
+    # A token more for a batch costs a mixture experts, at most all of them.
+    mixture = shapes.SHAPES["mixture"][1]
+    layer = [roofline.layer_numbers(mixture, tokens) for tokens in (1, 2, 1000)]
+    experts = [(numbers - layer[0]) / (3 * 2048 * 768) + 8 for numbers in layer]
+    assert experts == pytest.approx([8, 15.5, 128])
+    # Prompts that are shared are computed once.
+    alone, shared = (roofline.engine_speed(config, [(512, 2)] * 8, n, rates) for n in (1, 8))
+    assert 4 < shared / alone < 8
+    assert roofline.train_speed(config, [(2048, 2048)], 989e12) == pytest.approx(989e12 / (6 * 7.9e9), rel=0.05)
+
+
+def test_requests_have_the_lengths_that_their_regime_says(module):
+    engine = module("gpu_engine")
+    for work, (count, prompt, new) in {"crowd": (256, 128, 256), "few": (32, 128, 256), "one": (1, 128, 256)}.items():
+        prompts, wanted = engine.requests_of(work, 3)
+        assert (len(prompts), {*map(len, prompts)}, {*wanted}) == (count, {prompt}, {new})
+    assert engine.sizes_of("long", 0) == [(8192, 256)] * 32
+    prompts, wanted = engine.requests_of("groups", 1)
+    assert len(prompts) == len(wanted) == 512
+    assert len({tuple(ids) for ids in prompts}) == 64
+    assert prompts[8] == prompts[15] != prompts[16]
+    assert 64 <= min(map(len, prompts)) < 100 < 480 < max(map(len, prompts)) <= 512
+    assert 32 <= min(wanted) < 60 < 990 < max(wanted) <= 1024
+    assert engine.requests_of("groups", 1) == (prompts, wanted) != engine.requests_of("groups", 2)
+
+
+def test_engines_take_turns_where_they_fit_on_the_gpu_together(module):
+    engine, names, memory = module("gpu_engine"), ["rlloop", "vLLM default", "vLLM batch-invariant"], 150e9
+    assert engine.together("8B", names, ["crowd", "one"], memory)
+    assert not engine.together("8B", names, ["long"], memory)
+    assert not engine.together("32B", names, ["one"], memory)
+    assert 100 * 262144 < engine.cache_bytes("32B", ["long"], 1, memory) < 150e9 - 65.5e9
+
+
+def test_micro_batches_keep_their_budget_and_every_sequence(module):
+    train = module("gpu_train")
+    batch = train.sequences("ragged")
+    lengths = [len(ids) for ids, *_ in batch]
+    assert len(batch) == 96
+    assert 128 <= min(lengths) < 200 < 2000 < max(lengths) <= 2176
+    for padded in (True, False):
+        parts = train.micro_batches(batch, 16384, padded)
+        sizes = [len(part) * len(part[0][0]) if padded else sum(len(ids) for ids, *_ in part) for part in parts]
+        assert max(sizes) <= 16384
+        assert sorted(len(ids) for part in parts for ids, *_ in part) == sorted(lengths)
+    assert len(train.micro_batches(train.sequences("long"), 16384, padded=True)) == 4
+
+
+def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
+    tables = module("gpu_tables")
+    listed = tables.listing(gpus=1).splitlines()
+    assert [line.split()[0] for line in listed[1:]] == list(tables.TABLES)
+    assert "needs 2 GPUs, and there are 1" in listed[-1]
+    assert tables.lacks(tables.TABLES["linear"], gpus=1) is None
+    for table in tables.TABLES.values():
+        words = tables.command(table, 4, ["--more"])
+        source = (ROOT / "benchmarks" / table.script).read_text()
+        options = [word for word in table.arguments.split() + table.parts.replace(",", "").split() if word[0] == "-"]
+        assert all(f'"{option}"' in source or "cells.add_arguments(" in source for option in options), table.script
+        assert words[-1] == "--more"
+    assert tables.command(tables.TABLES["ranks-products"], 4, [])[1:4] == [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+    ]
+
+
+@pytest.mark.slow
+def test_an_engine_is_measured_and_scored_in_processes_of_its_own():
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_engine.py", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    assert "round 2:" in done.stderr
+    assert "k3 0, 0 of 256 logprobs differ" in done.stderr
+    assert "engine, toy bf16, 1 x (128 in, 256 out), logprobs" in done.stdout
