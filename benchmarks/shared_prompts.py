@@ -89,7 +89,7 @@ def main() -> None:
     tokens = sum(len(item.token_ids) for item in batch)
     trainers = {
         share: Trainer(
-            new_model(config, seed=0, dtype=dtype, device=args.device),
+            new_model(config, seed=0, dtype=dtype).to(args.device),
             TrainerConfig(max_batch_tokens=args.micro_batch_tokens, share_prompts=share),
         )
         for share in (False, True)
