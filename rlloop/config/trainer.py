@@ -41,12 +41,8 @@ class TrainerConfig:
     weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled weight decay of AdamW
     grad_clip: float = limited(1.0, zero_or_more("off"))  # limit of the gradient's global norm
     max_batch_tokens: int = limited(16384, at_least(2))  # tokens of a micro-batch (one forward and backward)
-    share_prompts: bool = (
-        False  # compute the prompt of a group once; gradients are sums of another order: docs/training.md
-    )
-    encode_on_device: bool = (
-        True  # on a GPU, find and encode weight deltas there, beside a copy of the published weights
-    )
+    share_prompts: bool = False  # train a group on one computation of its prompt; other rounding: docs/numerics.md
+    encode_on_device: bool = True  # weights on a GPU: find deltas there, beside a copy of the last published weights
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps per rollout batch, which is split by whole groups
     balance_coef: float = limited(0.0, zero_or_more("off"))  # coefficient of the experts' load-balancing loss
     expert_bias_rate: float = limited(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class RoutingRecord:
     def spread(self, places: Tensor) -> None:
         """Make this a record of the tokens that stand at `places` [N] int64 of the forward, some of them repeatedly."""
         for layer, scores in self.scores.items():
-            self._chosen[layer], self.scores[layer] = self._chosen[layer][places], scores.index_select(0, places)
+            self._chosen[layer], self.scores[layer] = self._chosen[layer][places], _Repeated.apply(scores, places)
         self._selected = {layer: selected[places] for layer, selected in self._selected.items()}
 
     def own(self, begin: int, end: int) -> RoutingRecord:
@@ -80,6 +81,22 @@ class RoutingRecord:
     def selected(self) -> Tensor | None:
         """[T, indexed layers] int64: a digest of each token's selection."""
         return torch.stack([self._selected[at] for at in sorted(self._selected)], dim=1) if self._selected else None
+
+
+class _Repeated(torch.autograd.Function):
+    """Rows of x [T, E] at `places` [N], each row once or more. The gradients of its copies are added in order; on a GPU
+    `index_select` adds them in any."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        copies = grads[0].index_select(0, places.argsort(stable=True))
+        return torch.segment_reduce(copies, "sum", lengths=places.bincount(), axis=0), None
 
 
 def _digest(selected: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_parts_of_the_softmax(splits):
 def gradients(layout, leaves, slopes, sinks=None, window=0):
     """Of queries, keys, values and sinks."""
     leaves = [x.detach().clone().requires_grad_() for x in (*leaves, *(() if sinks is None else (sinks,)))]
-    out = OURS.attention(*leaves[:3], layout, SCALE, *leaves[3:] or [None], window)
+    out = OURS.attention(*leaves[:3], layout, SCALE, None if sinks is None else leaves[3], window)
     return torch.autograd.grad(out, leaves, slopes)
 
 
@@ -90,7 +90,7 @@ def exact_attention(q, k, v, sinks, window):
 def exact_gradients(leaves, slopes, sinks=None, window=0):
     """`gradients`, of the whole sequences' outputs: what several sequences share counts once."""
     leaves = [x.detach().double().requires_grad_() for x in (*leaves, *(() if sinks is None else (sinks,)))]
-    out = exact_attention(*(x[WHOLE] for x in leaves[:3]), *leaves[3:] or [None], window)
+    out = exact_attention(*(x[WHOLE] for x in leaves[:3]), None if sinks is None else leaves[3], window)
     return torch.autograd.grad(out, leaves, (slopes.double() / torch.bincount(WHOLE)[:, None, None])[WHOLE])
 
 
@@ -138,7 +138,7 @@ def test_latents_share_a_prefix():
     q, k, _ = tensors(272, groups=1)
     slopes = slopes_of([q], 256)
     leaves = [x.clone().requires_grad_() for x in (q, k)]
-    out = OURS.attention(*leaves, leaves[1][..., :256], SHARED, SCALE)
+    out = OURS.attention(leaves[0], leaves[1], leaves[1][..., :256], SHARED, SCALE)
     whole = OURS.attention(q[WHOLE], k[WHOLE], k[WHOLE][..., :256], AttentionLayout.of_sequences(LENGTHS), SCALE)
     assert same_bits(out.detach()[WHOLE], whole)
     made = torch.autograd.grad(out, leaves, slopes)

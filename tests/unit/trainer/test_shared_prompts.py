@@ -169,14 +169,14 @@ def test_replayed_sequences_stay_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "profile", "reason"),
     [
-        ("qwen3_5_moe", {}, "recurrent layers carry"),
-        ("deepseek_v32", {}, "sparse attention has gradients"),
-        ("qwen3", {"attention": "stock"}, "the profile's operations do not promise the same bits"),
+        ("qwen3_5_moe", NumericsProfile(), "recurrent layers carry"),
+        ("deepseek_v32", NumericsProfile(), "sparse attention has gradients"),
+        ("qwen3", NumericsProfile(attention="stock"), "the profile's operations do not promise the same bits"),
     ],
 )
-def test_models_that_cannot_are_refused(tmp_path: Path, family: str, profile: dict[str, str], reason: str) -> None:
+def test_models_that_cannot_are_refused(tmp_path: Path, family: str, profile: NumericsProfile, reason: str) -> None:
     make_checkpoint(tmp_path, family)
-    model = load_model(tmp_path, profile=NumericsProfile(**profile))
+    model = load_model(tmp_path, profile=profile)
     with pytest.raises(ConfigError, match=f"trainer.share_prompts: {reason}.*set it to false"):
         Trainer(model, TrainerConfig(share_prompts=True))
     Trainer(model, TrainerConfig())

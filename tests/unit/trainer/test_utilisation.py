@@ -72,5 +72,5 @@ def test_an_update_reports_it_where_the_peak_is_known(folder, monkeypatch, custo
     lengths = [len(each.token_ids) for each in batch]
     found = result.metrics["perf/mfu"]
     assert isinstance(found, Mean)
-    assert found.total == operations(trainer.model, lengths)
+    assert found.total == operations(trainer.model, [(0, length) for length in lengths])
     assert 0 < found.value < 1
