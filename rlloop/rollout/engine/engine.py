@@ -293,6 +293,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         not with a graph that draws."""
         table = self._scheduler.table
         self._cache.copy_states(batch.restores)
+        self._copy_tails(batch.copies)
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
@@ -330,6 +331,18 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         self._cache.copy_states(batch.saves)
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, self._to_host(drawn))
+
+    def _copy_tails(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Each (from block, to block, leading slots of it)."""
+        if not copies:
+            return
+        source, target, counts = np.array(copies).T
+        within = np.concatenate([np.arange(count) for count in counts])
+        slots = (self._tensor(np.repeat(blocks, counts) * self.page_size + within) for blocks in (source, target))
+        stores = (self._cache,) if self._choices is None else (self._cache, self._choices)
+        source, target = slots
+        for store in stores:
+            store.copy_slots(source, target)
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,

@@ -134,9 +134,35 @@ def emit_load_part(builder: Any, address: Any, count: Any) -> Any:
     """The first `count` lanes at an address of a vector, +0 in the others."""
     vector = address.type.pointee
     zeros = ir.Constant(vector, None)
-    return _masked(
-        builder, address, "load", vector, address, ir.Constant(_INT, 2), _mask(builder, count, vector.count), zeros
-    )
+
+    def masked() -> Any:
+        mask = _mask(builder, count, vector.count)
+        return _masked(builder, address, "load", vector, address, ir.Constant(_INT, 2), mask, zeros)
+
+    if vector.count != LANES:
+        return masked()
+    with builder.if_else(_is_half(builder, count)) as (half, rest):
+        with half:
+            low = builder.load(_half_of(builder, address), align=2)
+            lanes = [*range(LANES // 2), *[LANES // 2] * (LANES // 2)]  # of `low`, then of zeros
+            places = ir.Constant(ir.VectorType(_INT, LANES), lanes)
+            whole, half_end = builder.shuffle_vector(low, ir.Constant(low.type, None), places), builder.block
+        with rest:
+            part, rest_end = masked(), builder.block
+    loaded = builder.phi(vector)
+    loaded.add_incoming(whole, half_end)
+    loaded.add_incoming(part, rest_end)
+    return loaded
+
+
+def _is_half(builder: Any, count: Any) -> Any:
+    """Half a vector, as in heads of 16 that are turned, is loaded and stored as such: masked stores take ten times as
+    long, and what they wrote cannot be loaded at once."""
+    return builder.icmp_signed("==", count, ir.Constant(count.type, LANES // 2))
+
+
+def _half_of(builder: Any, address: Any) -> Any:
+    return builder.bitcast(address, ir.VectorType(address.type.pointee.element, LANES // 2).as_pointer())
 
 
 @intrinsic
@@ -159,7 +185,14 @@ def store_part(typing, array, index, count, vector):
         kind = signature.args[0]
         value = _narrow(builder, kind, args[3])
         address = emit_address(context, builder, kind, *args[:2])
-        _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), _mask(builder, args[2]))
+        with builder.if_else(_is_half(builder, args[2])) as (half, rest):
+            with half:
+                low = ir.Constant(ir.VectorType(_INT, LANES // 2), list(range(LANES // 2)))
+                part = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
+                builder.store(part, _half_of(builder, address), align=2)
+            with rest:
+                mask = _mask(builder, args[2])
+                _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), mask)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, f32x16), generate
