@@ -97,13 +97,18 @@ class BlockManager:
         model_input: ModelInput | None = None,
         adapter: str | None = None,
     ) -> bytes:
-        """The name of what `token_ids` has after its whole blocks, at least one token. `hashes` has those blocks' names."""
+        """The name of what `token_ids` has after its whole blocks, at least one token. `hashes`: names of those."""
         whole = len(token_ids) // self.page_size
         begin = whole * self.page_size
         return self._name(hashes[:whole], token_ids[begin:], begin, model_input, adapter)
 
     def _name(
-        self, before: list[bytes], token_ids: np.ndarray, begin: int, model_input: ModelInput | None, adapter: str | None
+        self,
+        before: list[bytes],
+        token_ids: np.ndarray,
+        begin: int,
+        model_input: ModelInput | None,
+        adapter: str | None,
     ) -> bytes:
         parent = before[-1] if before else SequenceKey(self._version, adapter).name()
         content = b"" if model_input is None else model_input.content_key(begin, begin + len(token_ids))

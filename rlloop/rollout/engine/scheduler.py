@@ -327,7 +327,7 @@ class Scheduler:
         return self.blocks.match(self._names(request, request.token_ids, count)[:count])
 
     def _cached_tail(self, request: Request, shared: int) -> tuple[bytes, int] | None:
-        """Name and block of its prompt's tail but for the last token, if that is cached; `shared`: its cached blocks."""
+        """Name and block of its prompt's tail but for the last token, if cached. `shared`: how many blocks are."""
         end = len(request.prompt_ids) - 1
         if request.scored is not None or end < len(request.token_ids) - 1 or shared != end // self.blocks.page_size:
             return None
@@ -341,9 +341,7 @@ class Scheduler:
         if not self.blocks.prefix_caching or self.states is not None or end % self.blocks.page_size == 0:
             return None
         self._names(request, request.token_ids, end // self.blocks.page_size)
-        return self.blocks.tail(
-            request.block_hashes, request.token_ids[:end], request.model_input, request.adapter_key
-        )  # fmt: skip
+        return self.blocks.tail(request.block_hashes, request.token_ids[:end], request.model_input, request.adapter_key)
 
     def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
         """The names of its first `count` blocks, and of further ones computed before."""

@@ -177,6 +177,17 @@ def load_part(typing, array, index, count):
     return f32x16(array, types.intp, types.intp), generate
 
 
+def _emit_store_part(builder: Any, address: Any, count: Any, value: Any) -> None:
+    with builder.if_else(_is_half(builder, count)) as (half, rest):
+        with half:
+            low = ir.Constant(ir.VectorType(_INT, LANES // 2), list(range(LANES // 2)))
+            part = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
+            builder.store(part, _half_of(builder, address), align=2)
+        with rest:
+            mask = _mask(builder, count)
+            _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), mask)
+
+
 @intrinsic
 def store_part(typing, array, index, count, vector):
     """The first `count` lanes to a flat array from `index` on; other memory is not touched."""
@@ -185,17 +196,51 @@ def store_part(typing, array, index, count, vector):
         kind = signature.args[0]
         value = _narrow(builder, kind, args[3])
         address = emit_address(context, builder, kind, *args[:2])
-        with builder.if_else(_is_half(builder, args[2])) as (half, rest):
-            with half:
-                low = ir.Constant(ir.VectorType(_INT, LANES // 2), list(range(LANES // 2)))
-                part = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
-                builder.store(part, _half_of(builder, address), align=2)
-            with rest:
-                mask = _mask(builder, args[2])
-                _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), mask)
+        _emit_store_part(builder, address, args[2], value)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, f32x16), generate
+
+
+@intrinsic
+def load_up_to(typing, array, index, count):
+    """`load` where there are so many numbers, else `load_part`. A function would count references to the array."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        address = emit_address(context, builder, kind, *args[:2])
+        with builder.if_else(_is_whole(builder, args[2])) as (whole, rest):
+            with whole:
+                full, full_end = builder.load(address, align=2), builder.block
+            with rest:
+                part, part_end = emit_load_part(builder, address, args[2]), builder.block
+        loaded = builder.phi(full.type)
+        loaded.add_incoming(full, full_end)
+        loaded.add_incoming(part, part_end)
+        return emit_widen(builder, kind, loaded)
+
+    return f32x16(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_up_to(typing, array, index, count, vector):
+    """`store` where there is room for it, else `store_part`."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        value, address = _narrow(builder, kind, args[3]), emit_address(context, builder, kind, *args[:2])
+        with builder.if_else(_is_whole(builder, args[2])) as (whole, rest):
+            with whole:
+                builder.store(value, address, align=2)
+            with rest:
+                _emit_store_part(builder, address, args[2], value)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, f32x16), generate
+
+
+def _is_whole(builder: Any, count: Any) -> Any:
+    return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
 
 
 def _elementwise(operation: Callable[[Any, Any, Any], Any]) -> Any:
