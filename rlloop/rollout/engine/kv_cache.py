@@ -251,6 +251,13 @@ class PagedCache:
         return tuple(stores[name] for name in tensors)
 
 
+def slots_of_copies(copies: Sequence[tuple[int, int, int]], page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Slots [N] int64 to copy from and to, for each (from block, to block, leading slots of it)."""
+    source, target, counts = np.array(copies, dtype=np.int64).T
+    within = np.concatenate([np.arange(count) for count in counts])
+    return np.repeat(source, counts) * page_size + within, np.repeat(target, counts) * page_size + within
+
+
 def bytes_per_token(spec: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> int:
     return sum(prod(shape) for layer in spec for shape in layer.values()) * dtype.itemsize
 
