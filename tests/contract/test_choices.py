@@ -17,6 +17,7 @@ from rlloop.models import Model, load_model
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.runs.rollouts import pack_experts, unpack_experts
+from rlloop.types import SamplingParams
 from tests.support.checkpoints import MIXTURES, make_checkpoint
 from tests.support.replay_cases import engine_of, measure, samples_of, trainer_of
 from tests.support.train_sequences import gradients
@@ -55,6 +56,17 @@ def test_choices_and_bits_agree_over_updates(model: Model) -> None:
     stats = engine.stats()
     assert stats.cached_tokens > 0
     assert stats.preemptions > 0
+
+
+def test_a_group_that_shares_a_part_of_a_page_has_its_choices(model: Model) -> None:
+    prompt, sampling = [5, 9, 7, 3, 8, 4, 6, 2, 9, 5, 7], [SamplingParams(4, seed=seed) for seed in range(3)]
+    shared, alone = (
+        Engine(model, page_size=8, prefix_caching=caching).generate([prompt] * 3, sampling) for caching in (True, False)
+    )
+    for one, other in zip(shared, alone, strict=True):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        for mine, theirs in ((one.routed_experts, other.routed_experts), (one.selected, other.selected)):
+            assert mine is theirs is None or (mine is not None and np.array_equal(mine, theirs))
 
 
 def test_a_wrong_record_is_seen(model: Model) -> None:

@@ -105,6 +105,9 @@ class Simulation:
             assert batch.source is not None
             for row, source in zip(batch.rows.tolist(), batch.source.tolist(), strict=True):
                 tokens_of[row] = (*tokens_of[row][:-1], int(before[source]))
+        copied = [(to * size + i, self.slots[source * size + i]) for source, to, n in batch.copies for i in range(n)]
+        assert len({slot for slot, _ in copied}) == len(copied), "two tokens were copied to one slot"
+        self.slots.update(copied)
         written: list[int] = []
         for row, context in zip(batch.rows.tolist(), batch.context.tolist(), strict=True):
             for p in range(context, len(slots_of[row])):
@@ -178,7 +181,7 @@ class Simulation:
         free = blocks._blank + list(blocks._remembered)
         assert len(free) == len(set(free)) == blocks.num_free
         assert set(free) == {block for block in range(blocks.num_blocks) if blocks.references[block] == 0}
-        assert {block: name for name, block in blocks._block_of.items()} == blocks._name_of
-        assert set(blocks._remembered) <= set(blocks._name_of)
-        assert not set(blocks._blank) & set(blocks._name_of)
+        assert {name: block for block, names in blocks._names_of.items() for name in names} == blocks._block_of
+        assert set(blocks._remembered) <= set(blocks._names_of)
+        assert not set(blocks._blank) & set(blocks._names_of)
         assert len(self.scheduler.running) + table.num_free == self.max_running

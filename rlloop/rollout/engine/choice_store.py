@@ -63,6 +63,12 @@ class ChoiceStore:
             for column, layer in enumerate(layers):
                 store[:, layer].index_copy_(0, slots, choices[:, column].to(store.dtype))
 
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copies the choices of slots [N] int64."""
+        for store in (self.experts, self.selected):
+            if store is not None:
+                store.index_copy_(0, target, store.index_select(0, source))
+
     def read(self, slots: np.ndarray) -> Choices:
         return self.begin_read(slots)()
 

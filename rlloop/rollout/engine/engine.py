@@ -9,7 +9,7 @@ device, and the host reads results one step later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +19,19 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
-from rlloop.models.logits_processing import on_device, warp_for
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.models.scoring import likeliest, score_prompt
+from rlloop.models.scoring import score_prompt
 from rlloop.models.vision import check_images
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
-from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
-from rlloop.rollout.engine.graphs import DecodeGraphs, packed
-from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
+from rlloop.rollout.engine.graphs import DecodeGraphs
+from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
@@ -46,7 +45,6 @@ DEFAULT_CACHE_BYTES = 4 << 30
 SAVED_STATES = 64
 STATE_BYTES = 8 << 30  # of recurrent states on a GPU
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
-Drawn = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids int64, logprobs and raw logprobs float32, [E] each
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,10 @@ class _Flight:
     wait: Callable[[], Drawn]
 
 
-class Engine(AdapterVerbs, EngineFrontEnd):
+class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     """Continues prompts with `model`. One caller at a time: it is not thread-safe.
 
-    - `page_size`: tokens of a cache block; prefixes are shared in whole blocks.
+    - `page_size`: tokens of a cache block; prefixes are shared in whole blocks, and a prompt's rest is copied.
     - `max_batch_tokens`: tokens computed in one step; longer prompts are cut into chunks.
     - `max_cache_tokens`: tokens of the key-value cache. None: `max_running` whole contexts, or 4 GiB if that is less.
     - `prefix_caching`: keep the blocks of finished requests for others that begin alike, until the policy changes.
@@ -143,7 +141,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         self._scheduler = self._new_scheduler()
         self._flight: _Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
-        self._last_warp: tuple[list[SamplingParams], LogitsProcessing] = ([], LogitsProcessing())
+        self._last_warp = ([], LogitsProcessing())
 
     # ---------------------------------------------------------------------------------------------- step by step
 
@@ -293,6 +291,7 @@ class Engine(AdapterVerbs, EngineFrontEnd):
         not with a graph that draws."""
         table = self._scheduler.table
         self._cache.copy_states(batch.restores)
+        self._copy_tails(batch.copies)
         end = np.cumsum(batch.counts)
         query_start = np.concatenate(([0], end))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
@@ -329,7 +328,13 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
         self._cache.copy_states(batch.saves)
         self._scheduler.advance(batch)
-        return _Flight(batch, token_ids, self._to_host(drawn))
+        return _Flight(batch, token_ids, to_host(drawn))
+
+    def _copy_tails(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        if copies:
+            source, target = (self._tensor(slots) for slots in slots_of_copies(copies, self.page_size))
+            for store in (self._cache, *([] if self._choices is None else [self._choices])):
+                store.copy_slots(source, target)
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
@@ -351,81 +356,12 @@ class Engine(AdapterVerbs, EngineFrontEnd):
             self._choices.write(self._cache.slots, routes)
         return hidden
 
-    def _score_prompts(self, batch: ScheduledStep, query_start: np.ndarray, hidden: Tensor) -> None:
-        """Keep logprobs of the prompt tokens that come after the step's."""
-        table = self._scheduler.table
-        for index in np.flatnonzero(table.scored[batch.rows]).tolist():
-            request, begin = table.request(int(batch.rows[index])), int(batch.context[index])
-            end = min(begin + int(batch.counts[index]), len(request.prompt_ids) - 1)
-            if begin < end and request.scored is not None:
-                rows = hidden[query_start[index] : query_start[index] + end - begin]
-                targets = self._tensor(request.token_ids[begin + 1 : end + 1])
-                logprobs, _ = self.model.output.token_logprob(rows, targets, LogitsProcessing())
-                request.scored[begin] = logprobs.cpu().numpy()
-
-    def _draws_plainly(self, warp: LogitsProcessing) -> bool:
-        """True if a CUDA graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
-        plain = all(value is None for value in vars(warp).values())
-        return plain and self.model.ops.profile.token_logprob == "rlloop"
-
-    def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""
-        table, output, device = self._scheduler.table, self.model.output, self._device
-        if len(rows) == 0:
-            return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
-        seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
-        parts, begin = [], 0
-        for part in logits:
-            end = begin + len(part)
-            parts.append(output.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
-            for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
-                self._keep_likeliest(output.whole(part[index : index + 1]), int(rows[begin + index]))
-            begin = end
-        drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
-        return drawn[0], packed(*drawn)
-
-    def _keep_likeliest(self, logits: Tensor, row: int) -> None:
-        """logits [1, V] of the row's next token. The host waits for them."""
-        table = self._scheduler.table
-        request, made = table.request(row), int(table.length[row] - table.prompt_length[row])
-        request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
-
-    def _to_host(self, drawn: Tensor) -> Callable[[], Drawn]:
-        """Start the copy to the host; calling the result waits for it."""
-        landed, event = drawn.to("cpu", non_blocking=True), None  # in pinned memory
-        if drawn.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-
-        def finish() -> Drawn:
-            if event is not None:
-                event.synchronize()
-            bits = landed.numpy()
-            check_drawn(bits[0])
-            return bits[0].astype(np.int64), bits[1].view(np.float32), bits[2].view(np.float32)
-
-        return finish
-
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
     def _picked(self, tokens: Tensor, source: np.ndarray | None) -> Tensor:
         assert source is not None
         return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
-
-    def _warp(self, rows: np.ndarray) -> LogitsProcessing:
-        """The rows' logits processing; the last step's if nothing changed, since building it loops over requests."""
-        table = self._scheduler.table
-        sampling = [table.request(row).sampling for row in rows.tolist()]
-        banning = bool((table.length[rows] < table.min_length[rows]).any())
-        if banning or sampling != self._last_warp[0]:
-            made = table.length[rows] - table.prompt_length[rows]
-            warp = warp_for(sampling, made, self.model.eos_token_ids, device=self._device)
-            self._last_warp = ([] if banning else sampling, warp)
-        return self._last_warp[1]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return on_device(array, self._device)
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -2,7 +2,8 @@
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
 by the digest of a key (`BlockKey`) over everything that decides their contents, so equal names mean equal contents, and
-requests with a common prefix share blocks.
+requests with a common prefix share blocks. A prompt's end that fills part of a block, its tail, has such a name, too:
+its block's request goes on writing behind it, so others copy it into a block of their own.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ class SequenceKey:
 
 @dataclass(frozen=True)
 class BlockKey:
-    """Everything that decides the keys and values of a full block: its tokens and everything before them."""
+    """Everything that decides the keys and values of a block: its tokens and everything before them."""
 
     parent: bytes  # name of the block before it; of the first one, the sequence's
-    token_ids: np.ndarray  # [page_size] int64
+    token_ids: np.ndarray  # [page_size] int64; of a tail fewer
     content: bytes = b""  # `ModelInput.content_key` of its tokens; b"" for text
 
     def name(self) -> bytes:
-        tokens = np.ascontiguousarray(self.token_ids).tobytes()  # of one length, so nothing can be taken for another
-        return blake2b(tokens + self.content, digest_size=16, key=self.parent).digest()
+        tokens = np.ascontiguousarray(self.token_ids).tobytes()
+        length = len(tokens).to_bytes(8, "little")  # so that neither tokens nor content can be taken for the other
+        return blake2b(tokens + self.content, digest_size=16, key=self.parent, salt=length).digest()
 
 
 class BlockManager:
-    """Allocates blocks, counts references, and keeps full blocks for reuse after the last reference is gone.
+    """Allocates blocks, counts references, and keeps named blocks for reuse after the last reference is gone.
 
     A block is in exactly one of three states: in use (references > 0), free but remembered (its name can still be
     matched; the least recently freed is evicted first) or blank.
@@ -63,7 +65,7 @@ class BlockManager:
         self._blank = list(range(num_blocks))[::-1]
         self._remembered: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._block_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self._names_of: dict[int, list[bytes]] = {}  # of what it holds whole, and of a tail that it begins with
         self.forget(policy_version)
 
     @property
@@ -85,10 +87,36 @@ class BlockManager:
         """
         size = self.page_size
         for begin in range(len(hashes) * size, count * size, size):
-            parent = hashes[-1] if hashes else SequenceKey(self._version, adapter).name()
-            content = b"" if model_input is None else model_input.content_key(begin, begin + size)
-            hashes.append(BlockKey(parent, token_ids[begin : begin + size], content).name())
+            hashes.append(self._name(hashes, token_ids[begin : begin + size], begin, model_input, adapter))
         return hashes
+
+    def tail(
+        self,
+        hashes: list[bytes],
+        token_ids: np.ndarray,
+        model_input: ModelInput | None = None,
+        adapter: str | None = None,
+    ) -> bytes:
+        """The name of what `token_ids` has after its whole blocks, at least one token. `hashes`: names of those."""
+        whole = len(token_ids) // self.page_size
+        begin = whole * self.page_size
+        return self._name(hashes[:whole], token_ids[begin:], begin, model_input, adapter)
+
+    def _name(
+        self,
+        before: list[bytes],
+        token_ids: np.ndarray,
+        begin: int,
+        model_input: ModelInput | None,
+        adapter: str | None,
+    ) -> bytes:
+        parent = before[-1] if before else SequenceKey(self._version, adapter).name()
+        content = b"" if model_input is None else model_input.content_key(begin, begin + len(token_ids))
+        return BlockKey(parent, token_ids, content).name()
+
+    def holder(self, name: bytes) -> int | None:
+        """The block of this name."""
+        return self._block_of.get(name)
 
     def match(self, hashes: list[bytes]) -> list[int]:
         """The longest run of leading blocks that are still cached."""
@@ -127,22 +155,23 @@ class BlockManager:
             self.references[block] -= 1
             assert self.references[block] >= 0, f"block {block} was released more often than taken"
             if self.references[block] == 0:
-                if block in self._name_of:
+                if block in self._names_of:
                     self._remembered[block] = None
                 else:
                     self._blank.append(block)
 
     def remember(self, block: int, name: bytes) -> None:
-        """Name a block that is full, or will be before it is read. It stays unnamed if another block has the name."""
+        """Name a block that holds what the name says, or will before it is read. It stays unnamed if another block has
+        the name."""
         if self.prefix_caching and name not in self._block_of:
             self._block_of[name] = block
-            self._name_of[block] = name
+            self._names_of.setdefault(block, []).append(name)
 
     def forget(self, policy_version: int) -> None:
         """Drop every name: cached contents are not those of `policy_version`."""
         self._version = policy_version
         self._block_of.clear()
-        self._name_of.clear()
+        self._names_of.clear()
         self._blank.extend(reversed(self._remembered))
         self._remembered.clear()
 
@@ -151,7 +180,8 @@ class BlockManager:
             block = self._blank.pop()
         else:
             block, _ = self._remembered.popitem(last=False)
-            del self._block_of[self._name_of.pop(block)]
+            for name in self._names_of.pop(block):
+                del self._block_of[name]
             self.evictions += 1
         self.references[block] = 1
         return block
@@ -200,6 +230,13 @@ class PagedCache:
             for store in layer.values():
                 store.index_copy_(0, target, store.index_select(0, source))
 
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copies slots [N] int64 of all stores. All are read before any is written."""
+        for layer in self.stores:
+            for store in layer.values():
+                rows = store.view(len(store), -1)
+                rows.index_copy_(0, target, rows.index_select(0, source))
+
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
         """The slots [T] that `write` would use for this step's tokens, and the stores of these names."""
         return self.slots, *(self.stores[layer][name] for name in names)
@@ -212,6 +249,13 @@ class PagedCache:
             # Flat rows: twice as fast as the same copy with three dimensions.
             store.view(len(store), -1).index_copy_(0, self.slots, tensor.reshape(len(tensor), -1))
         return tuple(stores[name] for name in tensors)
+
+
+def slots_of_copies(copies: Sequence[tuple[int, int, int]], page_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Slots [N] int64 to copy from and to, for each (from block, to block, leading slots of it)."""
+    source, target, counts = np.array(copies, dtype=np.int64).T
+    within = np.concatenate([np.arange(count) for count in counts])
+    return np.repeat(source, counts) * page_size + within, np.repeat(target, counts) * page_size + within
 
 
 def bytes_per_token(spec: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> int:

@@ -4,6 +4,9 @@ First come, first served. Running requests go first, in the order of admission; 
 waiting ones, long prompts in chunks. When blocks run out, the request admitted last is preempted: it returns to the
 front of the queue with its tokens, whose keys and values are recomputed later. None of this changes a completion, since
 the bits of a token depend only on its own sequence.
+
+A group's prompt is computed once. Its whole blocks are shared; what it has beyond them, but for the last token, is
+copied from the first request of the group, whose step makes it, before the step after.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class ScheduledStep:
     # step is not over and the table does not know the token
     restores: tuple[tuple[int, int], ...] = ()  # rows of recurrent states to copy before the step, from and to
     saves: tuple[tuple[int, int], ...] = ()  # and after it
+    copies: tuple[tuple[int, int, int], ...] = ()  # to do before the step: (from block, to block, leading slots of it)
 
 
 @dataclass
@@ -80,6 +84,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running = np.zeros(0, dtype=np.int64)  # rows, in order of admission
         self._ahead: ScheduledStep | None = None
+        self._coming: set[bytes] = set()  # tails that the step being scheduled computes
+        self._later: dict[int, tuple[int, int, int]] = {}  # by row: copies of such tails, before the next step
         self.states = states
         self._adapter_slots, self._own_adapter = adapter_slots, own_adapter
         self._adapters: Counter[str | None] = Counter()  # running requests of each adapter that takes a slot
@@ -123,26 +129,31 @@ class Scheduler:
         """Choose the step's tokens and allocate a slot for each. Empty only when there are no requests."""
         preempted = self._make_room()
         table, rows = self.table, self.running
+        copies, self._later = list(self._later.values()), {}
+        self._coming.clear()
         context, pending = table.computed[rows], self._pending(rows)
         counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
         chosen = counts > 0
         rows, context, counts = rows[chosen], context[chosen], counts[chosen]
-        after, size = context + counts, self.blocks.page_size
-        for index in np.flatnonzero(after // size > context // size).tolist():
+        after, size, ends = context + counts, self.blocks.page_size, table.prompt_length[rows] - 1
+        fills = (after // size > context // size) | ((context < ends) & (after >= ends))
+        for index in np.flatnonzero(fills).tolist():
             self._remember(int(rows[index]), int(context[index]), int(after[index]))
         restores: list[tuple[int, int]] = []
         if self.waiting and not preempted:
-            admitted = self._admit(self.max_batch_tokens - int(counts.sum()), restores)
+            admitted = self._admit(self.max_batch_tokens - int(counts.sum()), restores, copies)
             if admitted:
                 new_rows, new_counts = np.array(admitted).T
                 self.running = np.concatenate((self.running, new_rows))
-                rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
+                now = new_counts > 0
+                rows, counts = np.concatenate((rows, new_rows[now])), np.concatenate((counts, new_counts[now]))
                 context = table.computed[rows]
         self._ahead, after = None, context + counts
         saves = () if self.states is None else rows[(after == self.states.stops[rows]) & (counts > 0)].tolist()
         return ScheduledStep(
             rows, context, counts, after == table.length[rows], np.ones(len(rows), bool), restores=tuple(restores),
             saves=tuple((row, self.states.save(row)) for row in saves) if self.states is not None else (),
+            copies=tuple(copies),
         )  # fmt: skip
 
     def _pending(self, rows: np.ndarray) -> np.ndarray:
@@ -230,9 +241,11 @@ class Scheduler:
             table.blocks[row, table.num_blocks[row]] = self.blocks.append()
             table.num_blocks[row] += 1
 
-    def _admit(self, budget: int, restores: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now), and
-        adds to `restores` from which row of states to which."""
+    def _admit(
+        self, budget: int, restores: list[tuple[int, int]], copies: list[tuple[int, int, int]]
+    ) -> list[tuple[int, int]]:
+        """Move waiting requests into rows while tokens, blocks and rows last. Returns (row, tokens to compute now): 0
+        for one that begins in the next step. Adds to `restores` from which row of states to which, and to `copies`."""
         admitted = []
         while budget > 0 and (index := self._next_waiting()) is not None:
             request = self.waiting[index]
@@ -244,8 +257,10 @@ class Scheduler:
             self._passed = self._passed + 1 if index else 0
             if self._takes_slot(request):
                 self._adapters[request.adapter_key] += 1
-            computed = len(shared) * self.blocks.page_size
-            row = self.table.load(request, self.blocks.allocate(shared, fresh), computed)
+            whole, tail = len(shared) * self.blocks.page_size, self._cached_tail(request, len(shared))
+            computed = whole if tail is None else len(request.prompt_ids) - 1
+            blocks = self.blocks.allocate(shared, fresh)
+            row = self.table.load(request, blocks, computed)
             if self.states is not None:
                 if shared:
                     restores.append((self.states.row(request.block_hashes[len(shared) - 1]), row))
@@ -253,6 +268,12 @@ class Scheduler:
                     self.states.expect(row, last * self.blocks.page_size, request.block_hashes[last - 1])
             known = len(request.token_ids) - computed
             count = min(budget, known if self.states is None else int(self._pending(np.array([row]))[0]))
+            if tail is not None:
+                copy = tail[1], blocks[len(shared)], computed - whole
+                if tail[0] in self._coming:
+                    self._later[row], count = copy, 0
+                else:
+                    copies.append(copy)
             budget -= count
             self.stats.cached_tokens += computed
             # At once, so that the next request of the same group shares blocks that this very step fills.
@@ -305,17 +326,39 @@ class Scheduler:
             return []
         return self.blocks.match(self._names(request, request.token_ids, count)[:count])
 
+    def _cached_tail(self, request: Request, shared: int) -> tuple[bytes, int] | None:
+        """Name and block of its prompt's tail but for the last token, if cached. `shared`: how many blocks are."""
+        end = len(request.prompt_ids) - 1
+        if request.scored is not None or end < len(request.token_ids) - 1 or shared != end // self.blocks.page_size:
+            return None
+        name = self._tail(request)
+        block = None if name is None else self.blocks.holder(name)
+        return None if name is None or block is None else (name, block)
+
+    def _tail(self, request: Request) -> bytes | None:
+        """The name of its prompt's tail but for the last token; None where there is none, or it cannot be shared."""
+        end = len(request.prompt_ids) - 1
+        if not self.blocks.prefix_caching or self.states is not None or end % self.blocks.page_size == 0:
+            return None
+        self._names(request, request.token_ids, end // self.blocks.page_size)
+        return self.blocks.tail(request.block_hashes, request.token_ids[:end], request.model_input, request.adapter_key)
+
     def _names(self, request: Request, token_ids: np.ndarray, count: int) -> list[bytes]:
         """The names of its first `count` blocks, and of further ones computed before."""
         return self.blocks.chain(request.block_hashes, token_ids, count, request.model_input, request.adapter_key)
 
     def _remember(self, row: int, computed: int, after: int) -> None:
-        """Name the blocks that this step fills, by taking the row's cached tokens from `computed` to `after`."""
-        size = self.blocks.page_size
+        """Name what this step completes by taking the row's cached tokens from `computed` to `after`: blocks, and the
+        prompt's tail."""
+        size, request, table = self.blocks.page_size, self.table.request(row), self.table
         if self.blocks.prefix_caching and after // size > computed // size:
-            names = self._names(self.table.request(row), self.table.tokens[row], after // size)
+            names = self._names(request, table.tokens[row], after // size)
             for block in range(computed // size, after // size):
-                self.blocks.remember(int(self.table.blocks[row, block]), names[block])
+                self.blocks.remember(int(table.blocks[row, block]), names[block])
+        end = int(table.prompt_length[row]) - 1
+        if computed < end <= after and (tail := self._tail(request)) is not None and self.blocks.holder(tail) is None:
+            self.blocks.remember(int(table.blocks[row, end // size]), tail)
+            self._coming.add(tail)
 
     def _preempt(self, row: int) -> None:
         self.running = self.running[:-1]
@@ -325,6 +368,8 @@ class Scheduler:
     def _release(self, row: int) -> Request:
         if self.states is not None:
             self.states.leave(row)
+        if (copy := self._later.pop(row, None)) is not None:
+            self.table.computed[row] -= copy[2]
         request, blocks = self.table.unload(row)
         self.blocks.deallocate(blocks)
         if self._takes_slot(request):

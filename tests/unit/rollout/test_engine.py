@@ -126,6 +126,23 @@ def test_requests_can_be_added_while_others_run_and_aborted(model):
     assert same(done[first], Engine(model).generate([PROMPTS[0]], longest())[0])
 
 
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_a_group_that_shares_a_part_of_a_page_has_the_bits_of_each_alone(model, later):
+    """`later`: so many steps lie between the first request and the others."""
+    engine, sampling, prompt = Engine(model, page_size=16), [longest(seed=seed) for seed in range(4)], PROMPTS[0]
+    assert (len(prompt) - 1) % 16 > 0
+    done: dict[int, Completion] = {}
+    ids = [engine.add_request(prompt, sampling[0])]
+    for _ in range(later):
+        done.update(engine.step())
+    ids += [engine.add_request(prompt, each) for each in sampling[1:]]
+    while engine.has_work:
+        done.update(engine.step())
+    alone = [Engine(model, prefix_caching=False).generate([prompt], each)[0] for each in sampling]
+    assert all(same(done[id], each) for id, each in zip(ids, alone, strict=True))
+    assert engine.stats().cached_tokens == 3 * (len(prompt) - 1)
+
+
 def test_set_version_waits_for_requests_in_flight_and_drops_what_was_cached(model):
     engine = Engine(model, page_size=4)
     engine.generate([PROMPTS[2]], longest())

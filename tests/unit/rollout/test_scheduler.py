@@ -150,7 +150,48 @@ def test_the_last_prompt_token_is_computed_even_when_all_of_it_is_cached():
     for _ in range(2):
         simulation.add([1, 2, 3, 4], 1)
         simulation.finish()
-    assert simulation.stats.computed_tokens == 8
+    assert simulation.stats.computed_tokens == 4 + 1
+    assert simulation.stats.cached_tokens == 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_a_group_whose_prompt_ends_inside_a_block_computes_it_once(length, overlap):
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=64, max_running=8, overlap=overlap)
+    prompt = [1, 2, 3, 4, 5, 6, 7][:length]
+    for _ in range(4):
+        simulation.add(prompt, 3)
+    simulation.step()
+    assert simulation.stats.computed_tokens == length  # the others begin with its copies, in the next step
+    simulation.step()
+    simulation.add(prompt, 3)  # later than its group
+    simulation.finish()
+    made = sum(len(tokens) - 1 for tokens in simulation.finished.values())
+    assert simulation.stats.computed_tokens == length + 4 * 1 + made
+    assert simulation.stats.cached_tokens == 4 * (length - 1)
+
+
+def test_a_tail_is_of_its_tokens_its_blocks_before_and_its_version():
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=64, max_running=8)
+    for prompt in ([1, 2, 3], [1, 3, 3], [1, 2, 3, 3, 1, 2, 3], [1, 2]):
+        simulation.add(prompt, 2)
+        simulation.finish()
+    assert simulation.stats.cached_tokens == 0
+    simulation.new_version()
+    simulation.add([1, 2, 3], 2)
+    simulation.finish()
+    assert simulation.stats.cached_tokens == 0
+
+
+def test_a_copy_is_dropped_with_its_request_and_the_rest_of_the_group_goes_on():
+    simulation = Simulation(num_blocks=64, page_size=4, max_batch_tokens=64, max_running=8)
+    group = [simulation.add([1, 2, 3], 6) for _ in range(3)]
+    simulation.step()
+    simulation.abort(group[1])
+    simulation.abort(group[0])  # its block still has what the third is to copy
+    simulation.finish()
+    assert list(simulation.finished) == group[2:]
+    assert simulation.stats.cached_tokens == 4
 
 
 def test_finished_blocks_serve_a_longer_prompt_until_the_version_changes():

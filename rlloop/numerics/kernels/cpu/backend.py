@@ -33,6 +33,7 @@ from rlloop.numerics.kernels.cpu.elementwise import (
     silu_mul,
     silu_mul_backward,
 )
+from rlloop.numerics.kernels.cpu.memory import keep_freed
 from rlloop.numerics.kernels.cpu.mixture import combine, combine_backward, route
 from rlloop.numerics.kernels.cpu.products import (
     adapted_grouped_linear,
@@ -57,6 +58,8 @@ from rlloop.numerics.kernels.cpu.recurrence import (
     scan_state,
 )
 from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_backward
+
+keep_freed()
 
 gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = one_adapter = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})

@@ -11,13 +11,11 @@ from rlloop.numerics.kernels.cpu.compiled.simd import (
     div,
     exp,
     fma,
-    load,
-    load_part,
+    load_up_to,
     mul,
     reduce_sum,
     splat,
-    store,
-    store_part,
+    store_up_to,
     sub,
 )
 
@@ -27,17 +25,7 @@ NUMBERS = 1 << 14  # a task of the other kernels has so many
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
-@kernel
-def get(source, at, count):
-    return load(source, at) if count >= LANES else load_part(source, at, count)
-
-
-@kernel
-def put(target, at, count, vector):
-    if count >= LANES:
-        store(target, at, vector)
-    else:
-        store_part(target, at, count, vector)
+get, put = load_up_to, store_up_to
 
 
 @kernel

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled.elementwise import get, mean_square, put, silu_times
-from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel, parallel_kernel, take, threads_for
+from rlloop.numerics.kernels.cpu.compiled.jit import flat, inlined, parallel_kernel, take, threads_for
 from rlloop.numerics.kernels.cpu.compiled.linear import (
     FORWARD,
     NO,
@@ -103,19 +103,18 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@kernel
+@inlined  # a call counts references to each array, which takes as long as what it does
 def _turned(x, at, weight, eps, normed, cos, sin, table, half, line, out, to):
     """Writes one head: normed as by `rms_norm`, rounded to what `line` holds, then turned as by `rope`."""
-    width, source, begin = 2 * half, x, at
-    if normed:
-        scale = splat(np.float32(1) / np.sqrt(mean_square(x, at, width) + eps))
-        for i in range(0, width, LANES):
-            put(line, i, width - i, mul(mul(get(x, at + i, width - i), scale), get(weight, i, width - i)))
-        source, begin = line, 0
+    width = 2 * half
+    scale = splat(np.float32(1) / np.sqrt(mean_square(x, at, width) + eps) if normed else np.float32(1))
+    for i in range(0, width, LANES):
+        part = get(x, at + i, width - i)
+        put(line, i, width - i, mul(mul(part, scale), get(weight, i, width - i)) if normed else part)
     for i in range(0, half, LANES):
         left = half - i
         c, s = get(cos, table + i, left), get(sin, table + i, left)
-        low, high = get(source, begin + i, left), get(source, begin + half + i, left)
+        low, high = get(line, i, left), get(line, half + i, left)
         put(out, to + i, left, sub(mul(low, c), mul(high, s)))
         put(out, to + half + i, left, add(mul(high, c), mul(low, s)))
 

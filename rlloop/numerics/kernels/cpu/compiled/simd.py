@@ -134,9 +134,35 @@ def emit_load_part(builder: Any, address: Any, count: Any) -> Any:
     """The first `count` lanes at an address of a vector, +0 in the others."""
     vector = address.type.pointee
     zeros = ir.Constant(vector, None)
-    return _masked(
-        builder, address, "load", vector, address, ir.Constant(_INT, 2), _mask(builder, count, vector.count), zeros
-    )
+
+    def masked() -> Any:
+        mask = _mask(builder, count, vector.count)
+        return _masked(builder, address, "load", vector, address, ir.Constant(_INT, 2), mask, zeros)
+
+    if vector.count != LANES:
+        return masked()
+    with builder.if_else(_is_half(builder, count)) as (half, rest):
+        with half:
+            low = builder.load(_half_of(builder, address), align=2)
+            lanes = [*range(LANES // 2), *[LANES // 2] * (LANES // 2)]  # of `low`, then of zeros
+            places = ir.Constant(ir.VectorType(_INT, LANES), lanes)
+            whole, half_end = builder.shuffle_vector(low, ir.Constant(low.type, None), places), builder.block
+        with rest:
+            part, rest_end = masked(), builder.block
+    loaded = builder.phi(vector)
+    loaded.add_incoming(whole, half_end)
+    loaded.add_incoming(part, rest_end)
+    return loaded
+
+
+def _is_half(builder: Any, count: Any) -> Any:
+    """Half a vector, as in heads of 16 that are turned, is loaded and stored as such: masked stores take ten times as
+    long, and what they wrote cannot be loaded at once."""
+    return builder.icmp_signed("==", count, ir.Constant(count.type, LANES // 2))
+
+
+def _half_of(builder: Any, address: Any) -> Any:
+    return builder.bitcast(address, ir.VectorType(address.type.pointee.element, LANES // 2).as_pointer())
 
 
 @intrinsic
@@ -151,6 +177,17 @@ def load_part(typing, array, index, count):
     return f32x16(array, types.intp, types.intp), generate
 
 
+def _emit_store_part(builder: Any, address: Any, count: Any, value: Any) -> None:
+    with builder.if_else(_is_half(builder, count)) as (half, rest):
+        with half:
+            low = ir.Constant(ir.VectorType(_INT, LANES // 2), list(range(LANES // 2)))
+            part = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
+            builder.store(part, _half_of(builder, address), align=2)
+        with rest:
+            mask = _mask(builder, count)
+            _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), mask)
+
+
 @intrinsic
 def store_part(typing, array, index, count, vector):
     """The first `count` lanes to a flat array from `index` on; other memory is not touched."""
@@ -159,10 +196,51 @@ def store_part(typing, array, index, count, vector):
         kind = signature.args[0]
         value = _narrow(builder, kind, args[3])
         address = emit_address(context, builder, kind, *args[:2])
-        _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), _mask(builder, args[2]))
+        _emit_store_part(builder, address, args[2], value)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, f32x16), generate
+
+
+@intrinsic
+def load_up_to(typing, array, index, count):
+    """`load` where there are so many numbers, else `load_part`. A function would count references to the array."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        address = emit_address(context, builder, kind, *args[:2])
+        with builder.if_else(_is_whole(builder, args[2])) as (whole, rest):
+            with whole:
+                full, full_end = builder.load(address, align=2), builder.block
+            with rest:
+                part, part_end = emit_load_part(builder, address, args[2]), builder.block
+        loaded = builder.phi(full.type)
+        loaded.add_incoming(full, full_end)
+        loaded.add_incoming(part, part_end)
+        return emit_widen(builder, kind, loaded)
+
+    return f32x16(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_up_to(typing, array, index, count, vector):
+    """`store` where there is room for it, else `store_part`."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        value, address = _narrow(builder, kind, args[3]), emit_address(context, builder, kind, *args[:2])
+        with builder.if_else(_is_whole(builder, args[2])) as (whole, rest):
+            with whole:
+                builder.store(value, address, align=2)
+            with rest:
+                _emit_store_part(builder, address, args[2], value)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, f32x16), generate
+
+
+def _is_whole(builder: Any, count: Any) -> Any:
+    return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
 
 
 def _elementwise(operation: Callable[[Any, Any, Any], Any]) -> Any:
