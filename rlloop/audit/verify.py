@@ -96,7 +96,7 @@ def _check_completions(
     ]:
         yield Check("completions", "not all can be checked", unmade)
     problems: dict[str, list[str]] = {check.name: [] for check in checks}
-    recorded = {step for step in run.records if step > 0} | set(run.by_step)
+    recorded = {step for step in (*run.records, *run.by_step) if step > 0}
     if run.is_own:
         recorded = {step for step, line in run.by_step.items() if line.rollouts is not None}
     problems["rollouts"] += [f"step {step} has no rollouts" for step in sorted(recorded - run.files.keys())]
