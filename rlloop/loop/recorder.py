@@ -94,11 +94,14 @@ class Recorder:
         """Compare held-out completions with what the trainer `recomputed` under `version`, the last step's.
 
         Returns the part of `parity/*` in `HELD_OUT`, as `eval/*`. Raises `ParityError` as `compare` does; the report
-        then has the completions that it names, since no rollout file does.
+        then has the completions that it names, and those of step 0 are all in a rollout file.
         """
         comparison = self.monitor.compare_held_out(version, samples, recomputed, faulty)
         objection = self.monitor.objection(comparison)
         if objection is not None:
+            if version == 0:  # later steps have a file, of their own completions
+                rows = self._held_out_rows([*samples, *faulty])
+                self.monitor.certificate.note(rollouts=self.folder.write_rollouts(0, rows))
             self.monitor.certificate.seal()
             raise self._parity_error(version, comparison, objection, [*samples, *faulty])
         found = comparison.metrics
@@ -128,6 +131,10 @@ class Recorder:
             "perf/trainer_tokens_per_s": read / self._seconds["update"],
         }
 
+    def _held_out_rows(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        count, digest = len(samples), self.monitor.fingerprints["engine"]
+        return rollout_rows(samples, ["dropped: held out"] * count, [None] * count, digest)
+
     def _parity_error(
         self, step: int, comparison: Comparison, objection: str, samples: Sequence[Sample]
     ) -> ParityError:
@@ -140,8 +147,7 @@ class Recorder:
         engines = {each.uid: each.completion.origin for each in named if each.completion.origin is not None}
         content = {**report(step, objection, comparison, finding), "engines": engines}
         if comparison.held_out:
-            digest = self.monitor.fingerprints["engine"]
-            content["completions"] = rollout_rows(named, ["held out"] * len(named), [None] * len(named), digest)
+            content["completions"] = self._held_out_rows(named)
         file = self.folder.write_json(REPORT, content)
         lines = [f"step {step}: {objection}", *([finding.text] if finding else [])]
         if engines:

@@ -262,7 +262,8 @@ def test_require_stops_at_the_first_evaluation_with_a_line_and_the_completions(t
     assert "eval/0" in [row["uid"] for row in report["completions"]]
     [line] = lines = list(read_records(run.folder.parity.path))
     assert (line["step"], line["held_out"], line["tokens_different"]) == (0, True, report["tokens"])
-    assert (find_breaks(lines), run.metrics(), run.rollouts()) == ([], [], [])
+    assert (find_breaks(lines), run.metrics()) == ([], [])
+    assert [row["uid"] for row in run.rollouts()[0]] == [f"eval/{index}" for index in range(8)]  # the evidence is kept
     assert Run(tmp_path)() == 4  # with another engine it begins anew
     assert [line["step"] for line in read_records(run.folder.parity.path)] == [1, 2, 3, 4]
 
