@@ -109,7 +109,8 @@ def _check_completions(
         if isinstance(rollouts, str):
             problems["rollouts"].append(rollouts)
             continue
-        for check in checks:
+        evidence = step == 0 and rollouts.line is not None and rollouts.line.held_out  # held-out completions, no step's
+        for check in checks[:1] if evidence else checks:  # the first is of files
             problems[check.name] += _guarded(lambda check=check, step=rollouts: check.check(step), rollouts.name)
     for check in checks:
         if isinstance(check, Rewards | Rescored):
