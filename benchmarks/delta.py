@@ -249,12 +249,12 @@ def shape(layers: int, rounds: int = 4) -> list[Figure]:
 
     whole = publisher.publish(before, 0)
     replica.poll()
-    changed = pause = ratio = 0.0
+    changed, ratio, pause = 0.0, 0.0, math.inf
     for step in range(1, rounds + 1):
         published = timed("encode and publish", lambda step=step: publisher.publish(states[step % 2], step))
         assert timed("apply and verify", replica.poll), replica.error
         changed, ratio = published.metrics["sync/changed"], published.metrics["sync/ratio"]  # type: ignore[attr-defined]
-        pause = replica.metrics["sync/pause_seconds"]
+        pause = min(pause, replica.metrics["sync/pause_seconds"])
     timed("encode a whole version", publisher.anchor)
     assert timed("join by a whole version", Replica(store, key.public_key(), MemoryTarget()).poll)
     name = f"{size / 1e6:.0f} MB of bfloat16, lr 1e-6, {100 * changed:.2g}% changed, {processors()} processors"

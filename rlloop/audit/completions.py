@@ -68,6 +68,8 @@ class Files:
             return problems
         if line.rollouts is not None and line.rollouts != step.digest:
             problems.append(f"{step.name} is not the file that the certificate covers")
+        if line.held_out:  # its numbers are of other completions
+            return problems
         sides = {
             "engine": [row.logprobs for row in trained],
             "trainer": [row.logprobs if row.trainer_logprobs is None else row.trainer_logprobs for row in trained],

@@ -113,6 +113,7 @@ class Line(msgspec.Struct):
     checkpoints: dict[str, str] | None = None
     raw: dict[str, str] | None = None
     versions: dict[str, Step] | None = None
+    held_out: bool = False  # of held-out completions that broke the contract
 
 
 class Signature(msgspec.Struct):
@@ -170,7 +171,7 @@ class History:
     @property
     def is_old(self) -> bool:
         """True if some steps were recorded by a version whose certificate covered logprobs only."""
-        return any(line.rollouts is None for line in self.lines)
+        return any(line.rollouts is None for line in self.lines if not line.held_out)
 
     @property
     def is_own(self) -> bool:

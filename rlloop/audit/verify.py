@@ -96,7 +96,7 @@ def _check_completions(
     ]:
         yield Check("completions", "not all can be checked", unmade)
     problems: dict[str, list[str]] = {check.name: [] for check in checks}
-    recorded = {step for step in run.records if step > 0} | set(run.by_step)
+    recorded = {step for step in (*run.records, *run.by_step) if step > 0}
     if run.is_own:
         recorded = {step for step, line in run.by_step.items() if line.rollouts is not None}
     problems["rollouts"] += [f"step {step} has no rollouts" for step in sorted(recorded - run.files.keys())]
@@ -109,7 +109,8 @@ def _check_completions(
         if isinstance(rollouts, str):
             problems["rollouts"].append(rollouts)
             continue
-        for check in checks:
+        evidence = step == 0 and rollouts.line is not None and rollouts.line.held_out  # held-out completions, no step's
+        for check in checks[:1] if evidence else checks:  # the first is of files
             problems[check.name] += _guarded(lambda check=check, step=rollouts: check.check(step), rollouts.name)
     for check in checks:
         if isinstance(check, Rewards | Rescored):

@@ -94,6 +94,10 @@ SECTIONS: tuple[Section, ...] = (
                   "Fraction of trained tokens whose logprobs, or raw logprobs, differ in a bit between engine and "
                   "trainer; and of those that their seeds do not draw from the trainer's distribution.",
                   scale=Scale.fraction, guides=(0.0,)),
+            Panel("Held-out tokens different",
+                  ("eval/tokens_different", "eval/raw_different", "eval/redrawn_different"),
+                  "The same of held-out completions.", scale=Scale.fraction, guides=(0.0,)),
+            _kl("KL, k3, held out", "eval/k3", "The same KL over the tokens of held-out completions."),
             Panel("Largest difference", ("parity/logprob_diff_max",), "Largest |d| of a step.", scale=Scale.symlog,
                   unit="nats", guides=(0.0,)),
             Panel("Difference, p99.9", ("parity/logprob_diff_p999",), "One token in a thousand differs by more.",
@@ -254,6 +258,8 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.zero),
             Panel("Tokens compared", ("parity/tokens", "parity/redrawn", "parity/prompt_tokens"), "Every trained token "
                   "of a step; of these, those drawn again; and those of one prompt with images.", scale=Scale.zero),
+            Panel("Held-out tokens compared", ("eval/tokens", "eval/redrawn"), "Of an evaluation; of these, those "
+                  "drawn again.", scale=Scale.zero),
             Panel("Tokens certain", ("parity/tokens_certain",), "Fraction sampled with probability 1: their logprobs "
                   "are 0 on both sides, so only raw ones can differ.", scale=Scale.fraction),
         ),

@@ -69,7 +69,7 @@ def evaluate(
         engine = make_engine(model, config.model.profile, config.rollout)
         sampler = Sampler(config, prepared.task, engine, vocabulary_of(model.config))
         stack.callback(sampler.close)
-        samples = sampler.held_out(engine)
+        samples = sampler.held_out(engine, engine.policy_version)
         outcomes = outcomes_of(prepared.scorer, samples)
     rows, rewards, solved = [], list[float](), list[bool]()
     for sample, outcome in zip(samples, outcomes, strict=True):

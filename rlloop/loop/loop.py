@@ -27,7 +27,7 @@ from rlloop.loop.step_data import Untrained, full_batch, minibatches, outcomes_o
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.parity.token_types import compare_first_prompt
-from rlloop.protocols import Engine, Observer
+from rlloop.protocols import Observer
 from rlloop.runs.folder import RunFolder
 from rlloop.types import Recomputed, RewardResult, Sample, changed
 
@@ -224,12 +224,16 @@ class Loop:
     def evaluate(self, version: int) -> dict[str, Any]:
         """`eval/*` of held-out problems under the weights of `version`, with the same problems and seeds at every step.
 
-        An engine that deliberately differs from the policy is evaluated too.
+        The completions are compared with the trainer as trained ones are, before they are scored; raises `ParityError`
+        likewise. An engine that deliberately differs from the policy is evaluated too, and not compared.
         """
         self.publish(version)
         with self.recorder.timed("eval"):
-            results, failed = self._attempt_held_out(self.parts.eval_engine or self.parts.engine)
+            samples = self.sampler.held_out(self.parts.eval_engine or self.parts.engine, version)
+            compared = self._compare_held_out(version, samples)
+            results, failed = self._results(samples)
             metrics = {
+                **compared,
                 "eval/solved": float(np.mean([result.solved for result in results])),
                 "eval/reward": float(np.mean([result.reward for result in results])),
                 "eval/draws": len(results),
@@ -237,14 +241,22 @@ class Loop:
             if failed:
                 metrics["eval/rejected"] = len(failed)
             if self.parts.eval_engine not in (None, self.parts.engine):
-                results, _ = self._attempt_held_out(self.parts.engine)
+                results, _ = self._results(self.sampler.held_out(self.parts.engine, version))
                 metrics["eval/engine_solved"] = float(np.mean([result.solved for result in results]))
                 metrics["eval/engine_reward"] = float(np.mean([result.reward for result in results]))
         return metrics
 
-    def _attempt_held_out(self, engine: Engine) -> tuple[list[RewardResult], list[str]]:
-        """Results of `eval.num_draws` held-out completions of `engine`, and why others have none."""
-        outcomes = outcomes_of(self.parts.scorer, self.sampler.held_out(engine))
+    def _compare_held_out(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """The comparison's part of `eval/*`. The trainer still has the weights of `version`, so one forward does."""
+        trainer = self.parts.trainer
+        whole = [each for each in samples if each.completion.token_ids and not (each.fault or each.broken)]
+        trainer.replay_experts(self.monitor.replays)
+        recomputed = trainer.recompute(whole) if whole else Recomputed([])
+        return self.recorder.compare_held_out(version, whole, recomputed, [each for each in samples if each.fault])
+
+    def _results(self, samples: Sequence[Sample]) -> tuple[list[RewardResult], list[str]]:
+        """Results of held-out completions, and why others have none."""
+        outcomes = outcomes_of(self.parts.scorer, samples)
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not results:

@@ -17,6 +17,8 @@ from rlloop.runs.images import ImageStore
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Recomputed, Sample
 
+HELD_OUT = ("tokens", "tokens_different", "raw_different", "redrawn", "redrawn_different", "k3")
+
 
 class Recorder:
     """Compares and records. Records written before an error or power failure remain as evidence of the step."""
@@ -83,8 +85,27 @@ class Recorder:
         objection = self.monitor.objection(comparison)
         if objection is not None:
             self.monitor.certificate.seal()
-            raise self._parity_error(step, comparison, objection, trained)
+            raise self._parity_error(step, comparison, objection, [*trained, *others])
         return {**comparison.metrics, **by_region(trained, recomputed.logprobs)}
+
+    def compare_held_out(
+        self, version: int, samples: Sequence[Sample], recomputed: Recomputed, faulty: Sequence[Sample]
+    ) -> dict[str, float]:
+        """Compare held-out completions with what the trainer `recomputed` under `version`, the last step's.
+
+        Returns the part of `parity/*` in `HELD_OUT`, as `eval/*`. Raises `ParityError` as `compare` does; the report
+        then has the completions that it names, and those of step 0 are all in a rollout file.
+        """
+        comparison = self.monitor.compare_held_out(version, samples, recomputed, faulty)
+        objection = self.monitor.objection(comparison)
+        if objection is not None:
+            if version == 0:  # later steps have a file, of their own completions
+                rows = self._held_out_rows([*samples, *faulty])
+                self.monitor.certificate.note(rollouts=self.folder.write_rollouts(0, rows))
+            self.monitor.certificate.seal()
+            raise self._parity_error(version, comparison, objection, [*samples, *faulty])
+        found = comparison.metrics
+        return {f"eval/{name}": found[f"parity/{name}"] for name in HELD_OUT if f"parity/{name}" in found}
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the step's metrics, seal its line of the certificate, and tell the observers."""
@@ -110,13 +131,25 @@ class Recorder:
             "perf/trainer_tokens_per_s": read / self._seconds["update"],
         }
 
+    def _held_out_rows(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+        count, digest = len(samples), self.monitor.fingerprints["engine"]
+        return rollout_rows(samples, ["dropped: held out"] * count, [None] * count, digest)
+
     def _parity_error(
-        self, step: int, comparison: Comparison, objection: str, trained: Sequence[Sample]
+        self, step: int, comparison: Comparison, objection: str, samples: Sequence[Sample]
     ) -> ParityError:
         """Write the report, with the diagnosis if available, and return the error."""
         first, finding = comparison.first, None
         if first is not None and self._doctor is not None:
-            finding = self._doctor(next(sample for sample in trained if sample.uid == first.uid), first)
-        file = self.folder.write_json(REPORT, report(step, objection, comparison, finding))
-        lines = [f"step {step}: {objection}", *([finding.text] if finding else []), f"The report: {file}"]
-        return ParityError("\n".join(lines))
+            finding = self._doctor(next(sample for sample in samples if sample.uid == first.uid), first)
+        uids = {each.uid for each in (first, comparison.worst, comparison.draws.first) if each is not None}
+        named = [sample for sample in samples if sample.fault or sample.uid in uids]
+        engines = {each.uid: each.completion.origin for each in named if each.completion.origin is not None}
+        content = {**report(step, objection, comparison, finding), "engines": engines}
+        if comparison.held_out:
+            content["completions"] = self._held_out_rows(named)
+        file = self.folder.write_json(REPORT, content)
+        lines = [f"step {step}: {objection}", *([finding.text] if finding else [])]
+        if engines:
+            lines.append(f"Sampled by {', '.join(sorted(set(engines.values())))}")
+        return ParityError("\n".join([*lines, f"The report: {file}"]))

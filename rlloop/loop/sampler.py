@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rlloop.config.run import RunConfig
-from rlloop.loop.conversations import Carriage, CarryingPlayer, player_for
+from rlloop.loop.conversations import Carriage, CarryingPlayer, Played, player_for
 from rlloop.loop.step_data import completion_seed, new_sample, training_sampling
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine, Task
@@ -41,19 +41,13 @@ class Sampler:
             [examples[p - first] for p, _ in coordinates],
             [training_sampling(self.config, step, p, g) for p, g in coordinates],
         )
-        samples = []
-        for (p, g), each in zip(coordinates, played, strict=True):
-            if each.broken and not each.completion.token_ids:  # ended before its first token: of no weights
-                completion = dataclasses.replace(each.completion, policy_version=version)
-                each = dataclasses.replace(each, completion=completion)
-            sampled, fault = each.completion.policy_version, each.fault
-            if not max(0, version - self.engine_lag) <= sampled <= version:
-                fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
-            samples.append(changed(new_sample(f"{step}/{p}/{g}", each, group=p), fault=fault))
-        return samples
+        return [
+            self._sample(f"{step}/{p}/{g}", each, p, version) for (p, g), each in zip(coordinates, played, strict=True)
+        ]
 
-    def held_out(self, engine: Engine) -> list[Sample]:
-        """`eval.num_draws` completions of held-out prompts, by `engine`: the same prompts and seeds at every call."""
+    def held_out(self, engine: Engine, version: int) -> list[Sample]:
+        """`eval.num_draws` completions of held-out prompts, by `engine`: the same prompts and seeds at every call.
+        Faults as for `batch`."""
         config = self.config
         examples = self.task.eval_examples(config.eval.num_draws)
         settings = SamplingParams(
@@ -64,12 +58,22 @@ class Sampler:
         seeds = (completion_seed(config.seed, "eval", 0, index, 0) for index in range(len(examples)))
         sampling = [changed(settings, seed=seed) for seed in seeds]
         played = self._player.play(engine, examples, sampling)
-        return [new_sample(f"eval/{index}", each, group=index) for index, each in enumerate(played)]
+        return [self._sample(f"eval/{index}", each, index, version) for index, each in enumerate(played)]
 
     def under_way(self, slice_tokens: int) -> Carriage:
         """Conversations that may go on from one step to another."""
         assert isinstance(self._player, CarryingPlayer), "rlloop.launch.prepare refuses other tasks"
         return self._player.under_way(slice_tokens)
+
+    def _sample(self, uid: str, played: Played, group: int, version: int) -> Sample:
+        """A sample, with its fault: also that its weights are not those of `version`."""
+        if played.broken and not played.completion.token_ids:  # ended before its first token: of no weights
+            completion = dataclasses.replace(played.completion, policy_version=version)
+            played = dataclasses.replace(played, completion=completion)
+        sampled, fault = played.completion.policy_version, played.fault
+        if not max(0, version - self.engine_lag) <= sampled <= version:
+            fault = f"its weights are of version {sampled}, and it was asked for of version {version}"
+        return changed(new_sample(uid, played, group), fault=fault)
 
     def close(self) -> None:
         self._player.close()

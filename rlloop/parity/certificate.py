@@ -19,7 +19,8 @@ is the run's rung on the ladder of `parity.mode=fallback` (bitwise, replay, corr
 `layout` has the degrees of parallelism above 1, of trainer and engines, in the first line that was made under them.
 `versions`, under `rollout.partial`, counts tokens by the version that sampled them, where that is not always `version`.
 
-A step that broke the contract has no `metrics`. A line's `hash` covers the rest of it, so that changing, adding or
+A step that broke the contract has no `metrics`; `held_out` is true where its held-out completions broke it, which the
+line is then of. Such a line may be of step 0. A line's `hash` covers the rest of it, so that changing, adding or
 removing a line breaks the chain.
 """
 
@@ -89,8 +90,8 @@ class Certificate:
         self.replayed = self.replayed or rung == "replay"
 
     def begin(self, line: Mapping[str, Any]) -> None:
-        """Start the next line, with the facts noted so far."""
-        self._line = {**line, "rung": self.rung, **self._line}
+        """Start the next line, with the facts noted so far; again, in place of the last comparison."""
+        self._line = {**line, "rung": self.rung, **self._line, **line}
 
     def note(self, **facts: Any) -> None:
         """Add facts to the next line."""
@@ -143,6 +144,8 @@ def find_breaks(lines: Iterable[Mapping[str, Any]], *, gaps: bool = False) -> li
     previous, expected = GENESIS, 0 if gaps else 1
     for line in lines:
         step = line["step"]
+        if step == 0 and previous == GENESIS:  # an evaluation that broke the contract before the first step
+            expected = 0
         if step < expected if gaps else step != expected:
             problems.append(f"step {step} stands where step {expected} belongs")
         if line["previous"] != previous:

@@ -48,7 +48,7 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing one step's trained tokens."""
+    """The result of comparing one step's trained tokens, or those of its held-out completions."""
 
     tokens: int
     tokens_different: int
@@ -64,6 +64,7 @@ class Comparison:
     draws: Draws = field(default_factory=Draws)
     faults: tuple[str, ...] = ()  # text: each completion that differs from its request, and how
     step_down: str | None = None  # text: from which rung of the ladder to which, and why; None: no step down
+    held_out: bool = False  # of held-out completions, which are not trained
 
     @property
     def equal(self) -> bool:
@@ -221,6 +222,30 @@ class ParityMonitor:
         `routing`: metrics of expert choices, engine's against trainer's. `rest`: samples that are not trained, whose
         faults count as well.
         """
+        comparison = self._compared(samples, trainer, routing or {}, rest)
+        down = self._step_down(comparison)
+        if down is not None:
+            rung, reason = down
+            comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
+            self.certificate.step_down(rung)
+        self.certificate.begin(
+            {**self._line(step, version, comparison), **({} if down is None else {"reason": down[1]})}
+        )
+        return comparison
+
+    def compare_held_out(
+        self, version: int, samples: Sequence[Sample], trainer: Recomputed, rest: Sequence[Sample]
+    ) -> Comparison:
+        """Compare held-out completions, as `compare` does, after step `version`. The ladder stays as it is; the
+        certificate gets a line, in place of the step's, only where `objection` stops the run."""
+        comparison = replace(self._compared(samples, trainer, {}, rest), held_out=True)
+        if self.objection(comparison) is not None:
+            self.certificate.begin({**self._line(version, version, comparison), "held_out": True})
+        return comparison
+
+    def _compared(
+        self, samples: Sequence[Sample], trainer: Recomputed, routing: Mapping[str, float], rest: Sequence[Sample]
+    ) -> Comparison:
         raw = trainer.raw_logprobs
         engine_raw = _flat([sample.completion.raw_logprobs for sample in samples])
         if self.config.mode is not ParityMode.require and np.isnan(engine_raw).all():
@@ -228,31 +253,25 @@ class ParityMonitor:
         comparison = compare(samples, trainer.logprobs, raw)
         draws = check_draws(samples, trainer.redrawn)
         faults = tuple(f"{each.uid}: {each.fault}" for each in (*samples, *rest) if each.fault is not None)
-        metrics = {**comparison.metrics, **(routing or {}), **draws.metrics}
-        comparison = replace(comparison, metrics=metrics, draws=draws, faults=faults)
-        down = self._step_down(comparison)
-        if down is not None:
-            rung, reason = down
-            comparison = replace(comparison, step_down=f"stepped down from {self.rung} to {rung}: {reason}")
-            self.certificate.step_down(rung)
-        self.certificate.begin(
-            {
-                "step": step,
-                "version": version,
-                "tokens": comparison.tokens,
-                "tokens_different": comparison.tokens_different,
-                "engine": comparison.engine_digest,
-                "trainer": comparison.trainer_digest,
-                "certain": comparison.certain,
-                **_raw(comparison),
-                "redrawn": draws.tokens,
-                "redrawn_different": draws.different,
-                "faults": len(faults),
-                "fingerprints": self.fingerprints,
-                **({} if down is None else {"reason": down[1]}),
-            }
-        )
-        return comparison
+        metrics = {**comparison.metrics, **routing, **draws.metrics}
+        return replace(comparison, metrics=metrics, draws=draws, faults=faults)
+
+    def _line(self, step: int, version: int, comparison: Comparison) -> dict[str, Any]:
+        """The certificate's line of a comparison."""
+        return {
+            "step": step,
+            "version": version,
+            "tokens": comparison.tokens,
+            "tokens_different": comparison.tokens_different,
+            "engine": comparison.engine_digest,
+            "trainer": comparison.trainer_digest,
+            "certain": comparison.certain,
+            **_raw(comparison),
+            "redrawn": comparison.draws.tokens,
+            "redrawn_different": comparison.draws.different,
+            "faults": len(comparison.faults),
+            "fingerprints": self.fingerprints,
+        }
 
     def _step_down(self, comparison: Comparison) -> tuple[str, str] | None:
         """The next rung and the reason, if the present one does not hold."""
@@ -288,8 +307,9 @@ def describe(comparison: Comparison) -> str:
     count, what = comparison.tokens_different, "other bits"
     if not count:
         count, what = comparison.raw_different, "other raw bits (at temperature 1, nothing truncated)"
+    kind = "held-out" if comparison.held_out else "trained"
     return (
-        f"{count} of {comparison.tokens} trained tokens, in {comparison.sequences_different} sequences, have {what} in "
+        f"{count} of {comparison.tokens} {kind} tokens, in {comparison.sequences_different} sequences, have {what} in "
         f"the trainer than in the engine. First: {comparison.first}"
     )
 
@@ -311,7 +331,7 @@ class Finding:
 
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:
-    """Content of `parity_report.json`."""
+    """Content of `parity_report.json`, to which `rlloop.loop.recorder` adds who made the completions."""
     return {
         "step": step,
         "objection": objection,

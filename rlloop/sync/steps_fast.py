@@ -237,11 +237,6 @@ def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, end
 
 
 @kernel
-def _copy(source, out):
-    out[:] = source
-
-
-@kernel
 def put(flat, places, values):
     """flat[places] = values"""
     for i in range(len(places)):
@@ -312,10 +307,6 @@ class Applier:
     def complete(self) -> bool:
         """True when all changes have been made."""
         return self.applied == len(self.patch.places)
-
-    @staticmethod
-    def copy(source: np.ndarray, out: np.ndarray) -> None:
-        _copy(source, out)
 
     def advance(self, work: np.ndarray) -> None:
         """Make the changes that fall into the next elements of the chunk, in place."""

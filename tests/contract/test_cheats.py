@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ from rlloop.trainer import Trainer
 from rlloop.types import Completion, Example, SamplingParams
 from tests.support.tiny_models import tiny_qwen3
 
-VOCABULARY, EOS, MAX = 300, 2, 12
+VOCABULARY, EOS, MAX, DRAWS = 300, 2, 12, 9
 WARPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_k=1": {"top_k": 1},
@@ -222,8 +223,9 @@ CHEATS: dict[str, tuple[str, Callable[[Asked], Made], str]] = {
 class Cheat:
     """An engine of the loop that answers by `trick`, and says the same of its arithmetic as an honest one."""
 
-    def __init__(self, model: Model, trick: Callable[[Asked], Made]) -> None:
-        self.model, self.trick, self.policy_version = model, trick, 0
+    def __init__(self, model: Model, trick: Callable[[Asked], Made], held_out: bool) -> None:
+        """`held_out`: cheats there, not in training."""
+        self.model, self.trick, self.held_out, self.policy_version = model, trick, held_out, 0
         self.other = tiny_qwen3(VOCABULARY)
         with torch.no_grad():
             for weight in self.other.parameters():
@@ -234,9 +236,8 @@ class Cheat:
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams | list[SamplingParams]) -> Made:
         assert isinstance(sampling, list)
-        if len(prompts) < 12:  # held-out problems are not what is looked at here
-            return Engine(self.model).generate(prompts, sampling)
-        return self.trick(Asked(prompts, sampling, self.model, self.other, self.policy_version))
+        asked = Asked(prompts, sampling, self.model, self.other, self.policy_version)
+        return self.trick(asked) if (len(prompts) == DRAWS) == self.held_out else asked.make()
 
     def fingerprint(self) -> dict[str, Any]:
         return self.model.fingerprint()
@@ -247,27 +248,26 @@ class Prompts(FakeTask):
         return dataclasses.replace(super()._example(name, index), prompt_ids=[5 + index, 40, 50])
 
 
-def run(path: Any, trick: Callable[[Asked], Made], warp: str, **parity: Any) -> None:
-    """One step over a real model, with rewards that differ and nothing evaluated by the cheat."""
+def run(path: Any, trick: Callable[[Asked], Made], warp: str, held_out: bool = False, **parity: Any) -> None:
+    """One step over a real model, with rewards that differ."""
     config = RunConfig(
         seed=5,
         algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
         trainer=TrainerConfig(num_steps=1),
         rollout=RolloutConfig(num_prompts=3, group_size=4, max_tokens=MAX, **WARPS[warp]),
-        eval=EvalConfig(every=0, num_draws=2),
+        eval=EvalConfig(every=0, num_draws=DRAWS),
         checkpoint=CheckpointConfig(every=0),
         parity=ParityConfig(**parity),
     )
     model = tiny_qwen3(VOCABULARY)
-    engine, honest = Cheat(model, trick), Engine(model)
+    engine = Cheat(model, trick, held_out)
     with RunFolder(path) as folder:
         parts = fake_parts(
             folder.checkpoints,
             task=Prompts(VOCABULARY),
             engine=engine,
-            eval_engine=honest,
             trainer=Trainer(model, config.trainer, redraws=config.redraws),
-            sync=ColocatedSync(engine, honest),
+            sync=ColocatedSync(engine),
             loss=loss_for(config.algorithm),
             vocabulary=Vocabulary(VOCABULARY, (EOS,)),
         )
@@ -295,6 +295,23 @@ def test_a_cheat_stops_the_run_and_is_named(tmp_path, name):
     assert said in str(stopped.value)
     assert "sequence 1/" in str(stopped.value)  # which one
     assert read_rollouts(rollout_files(tmp_path)[0])  # what it gave is kept
+
+
+# Held-out prompts have one completion each, and those of these seeds are all of one length.
+HONEST_THERE = {"one completion for a whole group", "best of four by length", "on after the end"}
+
+
+@pytest.mark.parametrize("name", [name for name in CHEATS if CHEATS[name][0] == "plain" and name not in HONEST_THERE])
+def test_a_cheat_in_an_evaluation_stops_the_run_too(tmp_path, name):
+    _, trick, said = CHEATS[name]
+    with pytest.raises(ParityError, match=r"^step 0: ") as stopped:
+        run(tmp_path, trick, "plain", held_out=True)
+    assert said in str(stopped.value)
+    assert "sequence eval/" in str(stopped.value)
+    report = json.loads((tmp_path / "parity_report.json").read_text())
+    assert {row["uid"] for row in report["completions"]} <= {f"eval/{index}" for index in range(DRAWS)}
+    assert report["completions"]  # what it gave is kept
+    assert list(read_records(tmp_path / "metrics.jsonl")) == []
 
 
 @pytest.mark.parametrize("name", ["greedy", "best of four by length", "cut at 3, a stop token appended"])

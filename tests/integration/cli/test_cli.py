@@ -294,10 +294,10 @@ def test_a_difference_ends_with_3_a_report_and_the_token(rlloop, tmp_path):
     rlloop.drift = 1e-6
     code, said = rlloop.train("run.dir=out")
     assert code == 3
-    assert "step 1: " in said
-    assert "sequence 1/0/0, token 0" in said
+    assert "step 0: " in said  # at the first evaluation
+    assert "sequence eval/0, token 0" in said
     assert str(Path("out") / "parity_report.json") in said
-    assert json.loads((tmp_path / "out" / "parity_report.json").read_text())["first"]["uid"] == "1/0/0"
+    assert json.loads((tmp_path / "out" / "parity_report.json").read_text())["first"]["uid"] == "eval/0"
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "parity broken"
 
 

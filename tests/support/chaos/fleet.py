@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import resource
 import signal
 import socket
@@ -16,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlloop.runs.folder import read_rollouts
 from rlloop.sync.manifest import new_key
 from tests.support.api_client import trained_session
 from tests.support.chaos import child
@@ -248,10 +246,8 @@ class World:
     def _dismiss_liars(self) -> None:
         """The operator's part where engine and trainer disagreed: the engines that the report names are replaced."""
         report = json.loads((self.run / "parity_report.json").read_text())
-        named = set(re.findall(r"\b\d+/\d+/\d+\b", json.dumps({**report, "doctor": None})))
-        rows = read_rollouts(self.run / "rollouts" / f"step_{report['step']:08d}.jsonl.zst")
-        for region in {row["origin"].partition("/")[0] for row in rows if row["uid"] in named}:
-            self.note("dismissed", engine=region, uids=sorted(named))
+        for region in {engine.partition("/")[0] for engine in report["engines"].values()}:
+            self.note("dismissed", engine=region, uids=sorted(report["engines"]))
             self._lies.pop(f"trainer>engine/{region}", lambda: None)()
 
     # ------------------------------------------------------------------------------------------------ the run

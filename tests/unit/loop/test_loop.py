@@ -36,7 +36,11 @@ def test_one_record_a_step_with_evaluations_first_and_last(tmp_path):
     metrics = run.metrics()
     assert [record["step"] for record in metrics] == [0, 1, 2, 3, 4]
     assert [record["step"] for record in metrics if "eval/solved" in record] == [0, 4]
-    assert set(metrics[0]) == {"step", "eval/solved", "eval/reward", "eval/draws"}
+    compared = {"tokens", "tokens_different", "raw_different", "redrawn", "redrawn_different", "k3"}
+    assert set(metrics[0]) == {"step"} | {f"eval/{name}" for name in ("solved", "reward", "draws", *compared)}
+    for record in (metrics[0], metrics[-1]):
+        assert record["eval/redrawn"] == record["eval/tokens"] > 8
+        assert not any(record[f"eval/{name}"] for name in compared - {"tokens", "redrawn"})
     assert [line["step"] for line in read_records(run.folder.parity.path)] == [1, 2, 3, 4]
     assert find_breaks(read_records(run.folder.parity.path)) == []
 
@@ -227,7 +231,11 @@ def test_require_stops_before_the_weights_move_and_says_where(tmp_path, minibatc
     policy = FakePolicy()
     settings = config(trainer=TrainerConfig(num_steps=4, num_minibatches=minibatches))
     doctor = lambda sample, token: Finding(f"layer 1, linear, {sample.uid}", {"op": "linear"})  # noqa: E731
-    run = Run(tmp_path, settings, policy=policy, engine=FakeEngine(policy, drift=1e-6), doctor=doctor)
+    engines = FakeEngine(policy, drift=1e-6), FakeEngine(policy)
+    run = Run(
+        tmp_path, settings, policy=policy, engine=engines[0], eval_engine=engines[1], sync=FakeSync(*engines),
+        doctor=doctor,
+    )  # fmt: skip
     with pytest.raises(ParityError, match=r"step 1: .* First: sequence 1/0/0, token 0 .*\nlayer 1, linear, 1/0/0\n"):
         run()
     assert not policy.logits.any()
@@ -241,12 +249,74 @@ def test_require_stops_before_the_weights_move_and_says_where(tmp_path, minibatc
     assert [record["step"] for record in run.metrics()] == [0]
 
 
+def test_require_stops_at_the_first_evaluation_with_a_line_and_the_completions(tmp_path):
+    policy = FakePolicy()
+    doctor = lambda sample, token: Finding(f"layer 1, linear, {sample.uid}", {"op": "linear"})  # noqa: E731
+    run = Run(tmp_path, policy=policy, engine=FakeEngine(policy, drift=1e-6), doctor=doctor)
+    with pytest.raises(
+        ParityError, match=r"step 0: .* held-out tokens.* First: sequence eval/0, token 0 .*\nlayer 1, "
+    ):
+        run()
+    report = json.loads((tmp_path / "parity_report.json").read_text())
+    assert (report["step"], report["first"]["uid"], report["doctor"]["op"]) == (0, "eval/0", "linear")
+    assert "eval/0" in [row["uid"] for row in report["completions"]]
+    [line] = lines = list(read_records(run.folder.parity.path))
+    assert (line["step"], line["held_out"], line["tokens_different"]) == (0, True, report["tokens"])
+    assert (find_breaks(lines), run.metrics()) == ([], [])
+    assert [row["uid"] for row in run.rollouts()[0]] == [f"eval/{index}" for index in range(8)]  # the evidence is kept
+    assert Run(tmp_path)() == 4  # with another engine it begins anew
+    assert [line["step"] for line in read_records(run.folder.parity.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("reported", ["logprobs", "tokens"])
+def test_an_answer_of_the_first_evaluation_in_the_last_stops_the_run_there(tmp_path, reported):
+    class Replaying(FakeEngine):
+        """Answers held-out requests by what it said first; `tokens`: with the present seeds, prompts and logprobs."""
+
+        origin, first = "eu/engine", None
+
+        def generate(self, prompts, sampling):
+            made = [dataclasses.replace(each, origin=self.origin) for each in super().generate(prompts, sampling)]
+            if len(prompts) != 8 or self.origin != "eu/engine":
+                return made
+            self.first = self.first or made
+            if reported == "logprobs" or self.policy_version == 0:
+                return [dataclasses.replace(old, policy_version=self.policy_version) for old in self.first]
+            table, others = self.policy.logprobs(), [*self.first[1:], self.first[0]]
+            return [
+                dataclasses.replace(
+                    asked, token_ids=old.token_ids, finish_reason=old.finish_reason,
+                    logprobs=table[old.token_ids], raw_logprobs=table[old.token_ids],
+                ) for asked, old in zip(made, others, strict=True)
+            ]  # fmt: skip
+
+    policy = FakePolicy()
+    run = Run(tmp_path / "run", policy=policy, engine=Replaying(policy))
+    said = "eval/.* draws" if reported == "tokens" else "held-out tokens"
+    with pytest.raises(ParityError, match=rf"^step 4: .*{said}.*\nSampled by eu/engine\n"):
+        run()
+    report = json.loads((tmp_path / "run" / "parity_report.json").read_text())
+    assert set(report["engines"].values()) == {"eu/engine"}
+    assert set(report["engines"]) == {row["uid"] for row in report["completions"]}
+    lines = list(read_records(run.folder.parity.path))
+    assert [line.get("held_out") for line in lines] == [None, None, None, True]
+    assert find_breaks(lines) == []
+    assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3]
+    policy = FakePolicy()
+    honest, whole = Replaying(policy), Run(tmp_path / "whole")
+    honest.origin = "us/engine"
+    again = Run(tmp_path / "run", policy=policy, engine=honest)
+    assert (again(), whole()) == (4, 4)
+    assert again.metrics() == whole.metrics()
+
+
 def test_observe_goes_on_and_measures(tmp_path):
     policy = FakePolicy()
     run = Run(
         tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=FakeEngine(policy, drift=1e-3)
     )
     assert run() == 4
+    assert [record.get("eval/tokens_different") for record in run.metrics()] == [1.0, None, None, None, 1.0]
     for record in run.metrics()[1:]:
         assert record["parity/tokens_different"] == 1.0
         assert record["parity/k1"] == pytest.approx(1e-3, rel=1e-3)
@@ -260,12 +330,15 @@ def test_the_reported_policy_may_be_another_engines_and_then_both_are_evaluated(
     other.logits[3] = 9.0  # an engine whose weights are not the trainer's: it says the target all the time
     sampler, reporter = FakeEngine(other), FakeEngine(policy)
     run = Run(
-        tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=sampler, eval_engine=reporter
-    )
+        tmp_path, config(parity=ParityConfig(ParityMode.observe)), policy=policy, engine=sampler, eval_engine=reporter,
+        sync=FakeSync(sampler, reporter),
+    )  # fmt: skip
     run()
     assert (sampler.generated, reporter.generated) == (4 * 12 + 2 * 8, 2 * 8)
     assert run.metrics()[0]["eval/engine_reward"] > 0.9
     assert run.metrics()[0]["eval/reward"] < 0.5
+    assert run.metrics()[0]["eval/tokens_different"] == 0.0  # the reporter's; the other is not compared here
+    assert run.metrics()[1]["parity/tokens_different"] == 1.0
 
 
 def test_parts_with_a_state_of_their_own_are_in_the_checkpoints(tmp_path):

@@ -319,6 +319,24 @@ def test_what_was_not_asked_for_is_judged_though_it_is_not_trained(tmp_path, mod
     assert line["faults"] == 1
 
 
+@pytest.mark.parametrize(("mode", "stops"), [("require", True), ("fallback", False), ("observe", False)])
+def test_held_out_tokens_are_judged_alike_and_take_no_step_down(tmp_path, mode, stops):
+    judge = monitor(tmp_path, ParityMode(mode), max_k3=1.0)
+    made = [told(-1.0, -3.0)]
+    judge.certificate.note(rollouts="digest")
+    judge.compare(2, 1, made, witnessed([-1.0, -3.0], [3, 3]))
+    found = judge.compare_held_out(2, made, witnessed([-1.0, -3.0], [3, 3], (0.0, -2.9)), [])
+    judge.certificate.seal()
+    objection = judge.objection(found)
+    assert objection is None or "1 of 2 held-out tokens" in objection
+    assert ((objection is not None), judge.rung, found.step_down) == (stops, "bitwise", None)
+    (line,) = read_records(tmp_path / "parity.jsonl")
+    assert (line["version"], line["tokens_different"], line.get("held_out")) == (
+        (2, 1, True) if stops else (1, 0, None)
+    )
+    assert line["rollouts"] == "digest"
+
+
 def test_what_a_line_and_a_report_hold(tmp_path):
     judge = monitor(tmp_path, ParityMode.require)
     found = certified(judge, 4, 3, [told(-1.0, -3.0)], witnessed([-1.0, -3.0], [3, 5], (0.0, -2.5)))
