@@ -19,6 +19,7 @@ requests continue.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -45,6 +46,7 @@ from rlloop.training.service import TrainingService
 
 Handler = Callable[[Request, Client, bytes], Awaitable[Response]]
 SWEEP_SECONDS = 1.0
+DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 TESTED_CLIENT = "0.38"
 
 
@@ -115,6 +117,7 @@ class ApiServer:
                 ConfigError: lambda _, error: _error(422, str(error)),
                 HTTPException: _http_error,
                 RlloopError: lambda _, error: _error(500, str(error)),
+                OSError: _os_error,
                 Exception: _unexpected,
             },
             lifespan=lifespan,
@@ -363,6 +366,14 @@ def _refused(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _error(error.status_code, error.detail)
+
+
+def _os_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OSError)
+    if error.errno not in DISK_FULL:
+        return _unexpected(request, error)
+    log.error("%s: %s", request.url.path, error)
+    return _error(503, f"the server cannot write ({error.strerror}): free space on its disk, then repeat the request")
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
