@@ -132,7 +132,8 @@ class LiveTarget:
 
     @torch.no_grad()
     def prepare(self, patches: Mapping[str, Patch], threads: int) -> Callable[[], list[str]]:
-        direct = {name: live for name in patches if (live := self._live[name]).is_contiguous()}
+        known = {name: live for name in patches if (live := self._live.get(name)) is not None}  # subclasses have others
+        direct = {name: live for name, live in known.items() if live.is_contiguous()}
         flat = {name: bits_of(live).array.reshape(-1) for name, live in direct.items() if live.device.type == "cpu"}
         on_device = {name: live for name, live in direct.items() if live.is_cuda}
         writes = None
