@@ -172,8 +172,8 @@ SECTIONS: tuple[Section, ...] = (
                   scale=Scale.zero, unit="tokens/s"),
             Panel("Throughput, trainer", ("perf/trainer_tokens_per_s",), "All tokens of trained sequences over update "
                   "time.", scale=Scale.zero, unit="tokens/s"),
-            Panel("Prompt tokens not computed again", ("trainer/shared_tokens",), "Fraction of trained sequences' tokens "
-                  "that another sequence of their group had.", scale=Scale.fraction),
+            Panel("Shared prompt tokens", ("trainer/shared_tokens",), "Fraction of the trained sequences' tokens that "
+                  "another sequence of their group had.", scale=Scale.fraction),
             Panel("MFU", ("perf/mfu", "perf/mfu*"), "Model FLOPs utilisation.", scale=Scale.fraction),
             Panel("Optimizer streamed", ("memory/stream_seconds",), "Time of an update in which what trainer.offload "
                   "keeps in host memory came, was worked on and went back.", scale=Scale.zero, unit="s"),
