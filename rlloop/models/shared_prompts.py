@@ -30,7 +30,7 @@ class Row(Protocol):
 
 
 def why_not_shared(model: Model, *, trains: bool) -> str | None:
-    """What keeps prompts of this model's forwards from being shared, as a clause for messages; None: nothing.
+    """The reason why forwards of this model cannot share prompts, as a clause for messages; None: they can.
 
     `trains`: forwards to be differentiated, which take more.
     """

@@ -93,7 +93,7 @@ class AttentionLayout:
         )
 
     def family_lengths(self) -> list[list[int]]:
-        """What `of_families` takes."""
+        """Lengths of the sequences of each family, as `of_families` takes them."""
         lengths = self.query_start.diff().tolist()
         return [lengths[first:end] for first, end in pairwise(self.families or range(len(lengths) + 1))]
 

@@ -120,6 +120,7 @@ def beside(state: Tensors, tensors: Tensors) -> Tensors:
 
 
 def on_host(tensors: Tensors) -> Tensors:
+    """The tensors in the host's memory: copies of those on a device."""
     each: Mapping[str, Any] = tensors
     return {name: bits if isinstance(bits, Bits) else bits.host() for name, bits in each.items()}
 

@@ -32,16 +32,12 @@ class Staged(NamedTuple):
 
 def begin(group: Sequence[Entry], content: bytes, pool: Executor) -> list[Future[Changes]]:
     """Start decoding the chunks of a tensor's changes, so that threads share a large one; nothing for other groups."""
-    first = group[0]
-    if (
-        len(group) > 1
-        or (ordering := codec.ordering_for(first.codec, first.dtype)) is None
-        or first.codec == "adaptive"
-    ):
+    first, count = group[0], math.prod(group[0].shape)
+    if len(group) > 1 or first.codec not in ("changes", "steps"):
         return []
-    sizes = [
-        min(codec.CHUNK, math.prod(first.shape) - start) for start in range(0, math.prod(first.shape), codec.CHUNK)
-    ]
+    ordering = codec.ordering_for(first.codec, first.dtype)
+    assert ordering is not None
+    sizes = [min(codec.CHUNK, count - start) for start in range(0, count, codec.CHUNK)]
     frames = unframed(memoryview(content), len(sizes))
     return [
         pool.submit(codec.read_changes, first.codec, frame, ordering, size)
