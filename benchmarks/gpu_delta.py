@@ -1,6 +1,6 @@
 """Weight sync of a model of Qwen3-8B's shape: encode and publish, apply and verify, on the GPU and on the host's cores.
 
-    python benchmarks/gpu_delta.py [--layers 36] [--rounds 3] [--only device|host]
+    python benchmarks/gpu_delta.py [--layers 36] [--rounds 3] [--only device|host|step]
 
 Weights are drawn on the device (normal, 0.02); a version is an update of lr 1e-6 by numbers such as Adam's, rounded to
 bfloat16, and versions go back and forth between two states. The store is a folder in shared memory. `device`: the
@@ -8,6 +8,11 @@ publisher's and the replica's weights lie on the GPU. `host`: both in the host's
 publication ends when the head has moved, an application when the weights are served; the pause is its part without
 requests. Medians; the first round, in which kernels are compiled, is not counted. The whole version that starts each
 store, encoded and stored, is timed as well.
+
+`step`: what a publication takes from a trainer's step. A whole trainer (float32 masters, moments in the host's memory,
+all layers checkpointed) takes steps of 64 sequences of 128 + 384 tokens, which end when the device is done: without
+publishing, with the last version published from the GPU while gradients are computed (`fleet.max_version_lag=1`), and
+with it published first. The three take turns; the first turn is not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from results_schema import Figure, report
@@ -96,18 +104,112 @@ def measured(versions: list, target, rounds: int) -> tuple[dict[str, float], dic
         return {part: statistics.median(taken) for part, taken in parts.items()}, whole
 
 
+def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
+    """Seconds of a trainer's step without publishing, and with it."""
+    from gpu_shapes import COMMON, random_model
+
+    from rlloop.algorithms import get_loss
+    from rlloop.config.trainer import TrainerConfig
+    from rlloop.launch.regions import RegionSync
+    from rlloop.trainer import Trainer, TrainSequence
+
+    small = device == "cpu"
+    shape = (256, 512, 4, 2) if small else (HIDDEN, INNER, QUERIES // 128, KEYS // 128)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    config = {
+        **COMMON, **dict(zip(names, shape, strict=True)), "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3", "num_hidden_layers": layers, "tie_word_embeddings": False,
+        "vocab_size": 512 if small else VOCABULARY, "eos_token_id": 0,
+    }  # fmt: skip
+    model = random_model(config, device)
+    count, prompt, new = (4, 8, 24) if small else (64, 128, 384)
+    settings = TrainerConfig(
+        lr=1e-6, max_batch_tokens=count * (prompt + new), checkpoint_layers="all",
+        offload="none" if small else "moments",
+    )  # fmt: skip
+    trainer, generator = Trainer(model, settings), np.random.default_rng(0)
+    batch = [
+        TrainSequence(
+            token_ids=generator.integers(3, config["vocab_size"] - 3, prompt + new).tolist(),
+            predict=range(prompt, prompt + new),
+            advantages=np.full(new, advantage, np.float32),
+            rollout_logprobs=np.full(new, -np.log(config["vocab_size"]), np.float32),
+        )
+        for advantage in generator.normal(size=count)
+    ]
+    ways = ("without publishing", "published beside it", "published first")
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    published = list[float]()
+
+    class Live:
+        def serve_version(self, version: int, canary: None) -> dict[str, float]:
+            return {}
+
+    class NoCanary:
+        def canary(self, version: int) -> None:
+            return None
+
+    with tempfile.TemporaryDirectory(dir=shared_memory()) as folder, ThreadPoolExecutor(1) as thread:
+        publisher = Publisher(FolderStore(folder), Ed25519PrivateKey.generate(), "run", anchor_every=1000)
+        engine: Any = Live()
+        reference: Any = NoCanary()
+        sync = RegionSync(model, publisher, engine, reference, True, thread)
+        version = 0
+        sync.publish(version).result()
+        for turn in range(rounds + 1):
+            for way in ways:
+                synchronize(device)
+                began = time.perf_counter()
+                future = None if way == ways[0] else sync.publish(version := version + 1)
+                if future is not None and way == ways[2]:
+                    published.append(future.result()["sync/publish_seconds"])
+                trainer.forward_backward(batch, get_loss("grpo"))
+                if future is not None:
+                    future.result()
+                trainer.optim_step()
+                synchronize(device)
+                if turn:
+                    taken[way].append(time.perf_counter() - began)
+                print(f"  {way}: {time.perf_counter() - began:.3f} s", file=sys.stderr, flush=True)
+    name = f"step of a Qwen3-8B shape, {layers} layers, {count} x ({prompt} + {new}), {settings.offload} offloaded"
+    aims = {ways[1]: 1 / 1.01, ways[2]: None}
+    return [
+        *(
+            Figure.of_rounds(f"{name}, {way}", "s", taken[way], ways[0], taken[ways[0]], lower_is_better=True, aim=aim)
+            for way, aim in aims.items()
+        ),
+        Figure.of_rounds(f"{name}, a publication", "s", published[1:], lower_is_better=True),
+    ]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--only", choices=["device", "host"])
+    parser.add_argument("--only", choices=["device", "host", "step"])
     args = parser.parse_args()
-    versions = draw(args.layers, args.lr)
+    figures = []
+    if args.only in (None, "step"):
+        figures += stepped(args.layers, args.rounds, "cuda" if torch.cuda.is_available() else "cpu")
+    if args.only != "step":
+        figures += versions_measured(args.layers, args.lr, args.rounds, args.only)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    report("gpu-delta", figures, packages=("triton",), device=f"{name}, {processors()} processors")
+
+
+def versions_measured(layers: int, lr: float, rounds: int, only: str | None) -> list[Figure]:
+    """Publications and applications of an update, from the device and from the host."""
+    versions = draw(layers, lr)
     size = sum(tensor.nbytes for tensor in versions[0].values())
     figures = []
     for where, aims in (("device", (2.0, 1.0, 0.02)), ("host", (6.0, None, None))):
-        if args.only not in (None, where):
+        if only not in (None, where):
             continue
         began = time.perf_counter()
         if where == "device":
@@ -123,9 +225,9 @@ def main() -> None:
                 for each in versions
             ]
             target = MemoryTarget({name: bits.copy() for name, bits in states[0].items()})
-        parts, whole = measured(states, target, args.rounds)
+        parts, whole = measured(states, target, rounds)
         del states, target
-        name = f"{where}, {size / 1e9:.1f} GB of bfloat16, lr {args.lr:g}, {100 * parts['changed']:.2g}% changed"
+        name = f"{where}, {size / 1e9:.1f} GB of bfloat16, lr {lr:g}, {100 * parts['changed']:.2g}% changed"
         print(f"{name}: {time.perf_counter() - began:.0f} s in all; ratio {parts['ratio']:.0f}", file=sys.stderr)
         print("  " + ", ".join(f"{part} {parts[part]:.3f}" for part in PARTS), file=sys.stderr, flush=True)
         for part, aim in zip(("publish", "apply", "pause"), aims, strict=True):
@@ -139,8 +241,7 @@ def main() -> None:
                    lower_is_better=True),
             Figure(name=f"{name}: a whole version, full bytes by wire bytes", unit="x", value=whole["ratio"]),
         ]  # fmt: skip
-    device = f"{torch.cuda.get_device_name()}, {processors()} processors"
-    report("gpu-delta", figures, packages=("triton",), device=device)
+    return figures
 
 
 if __name__ == "__main__":

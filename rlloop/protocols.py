@@ -130,12 +130,15 @@ class Trainer(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
 
 
+Published = Mapping[str, Any] | Future[Mapping[str, Any]]  # `sync/*` metrics of a publication
+
+
 class WeightSync(Protocol):
     """Brings the trainer's weights to the engines."""
 
-    def publish(self, version: int) -> Mapping[str, float]:
+    def publish(self, version: int) -> Published:
         """Bring engines to `version`; called while nothing is sampled. Returns `sync/*` metrics, empty if nothing
-        moves."""
+        moves. A future: engines serve the version, and the weights may change again, when it is done."""
         ...
 
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
@@ -34,12 +36,12 @@ from rlloop.rollout.fleet.membership import Canary, PoolSettings, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.runs.folder import RunFolder, write_whole
+from rlloop.sync.bits import Tensors
 from rlloop.sync.live import published_weights
 from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Published, Publisher
 from rlloop.sync.store import open_store
 from rlloop.trainer import CheckpointStore
-from rlloop.trainer.history import WeightHistory
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
 
@@ -82,7 +84,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         note_address(folder, server.url)
         prompts, sampling = canary_requests(config, prepared.task)
         reference = Reference(model, prompts, sampling)
-        background = stack.enter_context(ThreadPoolExecutor(1, "anchor"))
+        thread = stack.enter_context(ThreadPoolExecutor(1, "publisher"))
         engine = PoolEngine(pool, model.fingerprint())
         yield Parts(
             task=prepared.task,
@@ -93,9 +95,8 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
                 publisher,
                 engine,
                 reference,
-                None if carried else history,
                 config.trainer.encode_on_device,
-                background,
+                thread,
             ),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
@@ -145,29 +146,42 @@ class Reference:
 
 @dataclass
 class RegionSync:
-    """Publishes each version and waits until engines serve it."""
+    """Publishes each version and waits until engines serve it, in a thread of its own: a schedule may go on meanwhile.
+
+    On a GPU it works beside the trainer, on a stream of its own.
+    """
 
     model: Model
     publisher: Publisher
     engine: PoolEngine
     reference: Reference
-    history: WeightHistory | None
     encode_on_device: bool
-    background: Executor
+    thread: Executor  # a single one
     _anchoring: Future[Published] | None = None
 
-    def publish(self, version: int) -> dict[str, float]:
-        if self.history is not None:
-            self.history.remember(version)
+    def __post_init__(self) -> None:
+        device = self.model.context.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def publish(self, version: int) -> Future[Mapping[str, Any]]:
+        canary = self.reference.canary(version)  # by an engine on the trainer's weights, so in the trainer's thread
         tensors, aliases = published_weights(self.model, on_device=self.encode_on_device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.model.context.device))
+        return self.thread.submit(self._publish, tensors, aliases, version, canary)
+
+    def _publish(
+        self, tensors: Tensors, aliases: Mapping[str, str], version: int, canary: Canary | None
+    ) -> dict[str, float]:
         if self._anchoring is not None:
-            self._anchoring.result()
-        published = self.publisher.publish(tensors, version, aliases=aliases)
-        canary = self.reference.canary(version)
-        due = self.publisher.anchor_due()  # a whole version takes long; engines fetch their deltas and sample meanwhile
-        self._anchoring = self.background.submit(self.publisher.anchor) if due else None
-        live = self.engine.serve_version(version, canary)
-        return {**published.metrics, **live}
+            self._anchoring.result()  # has ended, perhaps by an error
+        with torch.cuda.stream(self._stream):
+            published = self.publisher.publish(tensors, version, aliases=aliases)
+            if self._stream is not None:
+                self._stream.synchronize()
+        due = self.publisher.anchor_due()  # a whole version takes long, so engines sample meanwhile
+        self._anchoring = self.thread.submit(self.publisher.anchor) if due else None
+        return {**published.metrics, **self.engine.serve_version(version, canary)}
 
 
 def run_id_of(path: Path) -> str:

@@ -23,11 +23,12 @@ from rlloop.errors import ParityError, RlloopError, RunError
 from rlloop.loop.parts import Parts
 from rlloop.loop.recorder import Recorder
 from rlloop.loop.sampler import Sampler
+from rlloop.loop.schedule import ended
 from rlloop.loop.step_data import Untrained, full_batch, minibatches, outcomes_of, reward_metrics, rollout_metrics
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.parity.token_types import compare_first_prompt
-from rlloop.protocols import Observer
+from rlloop.protocols import Observer, Published
 from rlloop.runs.folder import RunFolder
 from rlloop.types import Recomputed, RewardResult, Sample, changed
 
@@ -55,7 +56,7 @@ class Loop:
         self.recorder = Recorder(
             folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine, mark=mark
         )
-        self._published: tuple[int, dict[str, Any]] | None = None  # version, metrics
+        self._published: tuple[int, Published] | None = None  # the newest version
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Take the steps after `start` (0: a new run). Returns the last step taken, with a checkpoint behind it."""
@@ -80,8 +81,8 @@ class Loop:
         version, timed, needed = step - 1, self.recorder.timed, self.config.rollout.num_prompts
         accepted, trained = list[Sample](), list[Sample]()
         rejected, dropped = list[Untrained](), list[Untrained]()
-        with timed("sync"):
-            metrics = dict(self.publish(version))
+        metrics = dict[str, Any]()
+        self.publish(version)
         for first in range(0, self.config.max_prompts, needed):  # again only under dynamic sampling
             with timed("rollout"):
                 samples = self.parts.schedule.samples(self.sampler, step, version, first)
@@ -100,6 +101,7 @@ class Loop:
             metrics |= self.update(step, version, trained, rejected + dropped)
         sampled = accepted + [sample for sample, _ in rejected]
         return {
+            **self.published(),
             **metrics,
             **rollout_metrics(sampled, version),
             **reward_metrics(accepted),
@@ -123,12 +125,18 @@ class Loop:
             raise ParityError(f"step {step}: {found.difference}")
         return found.metrics
 
-    def publish(self, version: int) -> dict[str, Any]:
-        """Bring the engines to `version`, once; its metrics belong to the step that it samples, even if an evaluation
-        comes first."""
+    def publish(self, version: int) -> None:
+        """Begin to bring the engines to `version`, once."""
         if self._published is None or self._published[0] != version:
-            self._published = version, dict(self.parts.schedule.publish(self.parts.sync, version))
-        return self._published[1]
+            with self.recorder.timed("sync"):
+                self._published = version, self.parts.schedule.publish(self.parts.sync, version)
+
+    def published(self) -> Mapping[str, Any]:
+        """Metrics of the last publication, once it has ended; they belong to the step that it samples, even if an
+        evaluation comes first."""
+        assert self._published is not None
+        with self.recorder.timed("sync"):
+            return ended(self._published[1])
 
     def stop_at_faults(self, step: int, version: int, samples: Sequence[Sample]) -> None:
         """Raises `ParityError` for completions that do not match their request; `observe` rejects and counts them."""
@@ -207,6 +215,7 @@ class Loop:
             result = trainer.forward_backward(batch, self.parts.loss, old_logprobs=old)
             if metrics is None:
                 metrics = self.recorder.compare(step, version, trained, result.recomputed, untrained)
+            self.published()  # reads the weights
             stepped = {name: Mean(value, 1) for name, value in trainer.optim_step().items()}
             if self.parts.critic is not None:
                 stepped |= {name: Mean(value, 1) for name, value in self.parts.critic.update(batch).items()}
@@ -228,6 +237,7 @@ class Loop:
         likewise. An engine that deliberately differs from the policy is evaluated too, and not compared.
         """
         self.publish(version)
+        self.published()
         with self.recorder.timed("eval"):
             samples = self.sampler.held_out(self.parts.eval_engine or self.parts.engine, version)
             compared = self._compare_held_out(version, samples)

@@ -21,7 +21,7 @@ import msgspec
 from rlloop.config.run import RunConfig
 from rlloop.loop.conversations import Carriage, Carried
 from rlloop.loop.sampler import Sampler
-from rlloop.loop.schedule import History, decode_array, encode_array
+from rlloop.loop.schedule import History, decode_array, encode_array, ended
 from rlloop.loop.step_data import new_sample, training_sampling
 from rlloop.protocols import WeightSync
 from rlloop.types import Recomputed, Sample
@@ -82,7 +82,7 @@ class Partial:
     def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
         self._history.remember(version)
         self._version = version
-        return sync.publish(version)
+        return ended(sync.publish(version))
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
         assert first == 0, "the configuration refuses refills"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rlloop.loop.sampler import Sampler
-from rlloop.protocols import Stateful, WeightSync
+from rlloop.protocols import Published, Stateful, WeightSync
 from rlloop.types import Recomputed, Sample
 
 FILE = "under_way.msgpack"
@@ -30,8 +30,9 @@ class Schedule(Stateful, Protocol):
     precedes an evaluation, and `settle` a checkpoint, into which `save` then writes. All calls come from one thread.
     """
 
-    def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
-        """Bring the engines to `version`; returns `sync/*` metrics. Called once a version."""
+    def publish(self, sync: WeightSync, version: int) -> Published:
+        """Bring the engines to `version`; called once a version. Returns `sync/*` metrics; if these are a future, the
+        loop waits for it before it changes the weights or evaluates."""
         ...
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
@@ -52,11 +53,16 @@ class Schedule(Stateful, Protocol):
     def close(self) -> None: ...
 
 
+def ended(published: Published) -> Mapping[str, Any]:
+    """The metrics of a publication, once it has ended."""
+    return published.result() if isinstance(published, Future) else published
+
+
 class InStep:
     """On-policy: each step is sampled with the newest weights, while the trainer waits."""
 
     def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
-        return sync.publish(version)
+        return ended(sync.publish(version))
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
         return sampler.batch(step, version, first)
@@ -91,7 +97,8 @@ class Pipelined:
     Deterministic as the strict loop: the batch of step k + L is sampled by the newest version there is when step k
     begins, so every sample is exactly L steps old when it is trained (less at the beginning), a version is published
     when no batch is being sampled, and checkpoints hold the batches that are ahead. One step overlaps everything that
-    can overlap; more only makes samples older.
+    can overlap; more only makes samples older. The trainer compares and differentiates while a version is published,
+    and waits for that only before it changes the weights.
 
     Engine and trainer are compared under the weights that sampled (`history`); the age itself is for the loss to
     correct, which is why the configuration asks for `algorithm.anchor=rollout` or a correction.
@@ -102,17 +109,20 @@ class Pipelined:
         self.lag, self.last_step = lag, last_step
         self._history = history
         self._batches: dict[int, Future[list[Sample]]] = {}  # by step: being sampled, or ready
+        self._published: Published = {}  # the newest version
         self._pool = ThreadPoolExecutor(1, "rollouts")  # batches are sampled in the order of their steps
 
-    def publish(self, sync: WeightSync, version: int) -> Mapping[str, Any]:
+    def publish(self, sync: WeightSync, version: int) -> Published:
         self.settle()  # an engine serves one version, so requests of the last one are finished first
-        return sync.publish(version)
+        self._history.remember(version)
+        self._published = sync.publish(version)
+        return self._published
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
         assert first == 0, "the configuration refuses refills with a lag"
         for ahead in range(step, min(step + self.lag, self.last_step) + 1):
             if ahead not in self._batches:
-                self._batches[ahead] = self._pool.submit(sampler.batch, ahead, version)
+                self._batches[ahead] = self._pool.submit(self._sampled, sampler, ahead, version, self._published)
         return [self._admitted(sample, version) for sample in self._batches.pop(step).result()]
 
     def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed]:
@@ -139,6 +149,10 @@ class Pipelined:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _sampled(self, sampler: Sampler, step: int, version: int, published: Published) -> list[Sample]:
+        ended(published)
+        return sampler.batch(step, version)
 
     def _admitted(self, sample: Sample, version: int) -> Sample:
         """Reject samples older than the limit, from any engine."""

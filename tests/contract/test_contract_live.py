@@ -69,7 +69,7 @@ def test_every_token_of_every_step_has_the_same_bits(train):
 @pytest.mark.parametrize("op", ["linear", "rms_norm", "activation", "attention", "token_logprob"])
 def test_one_operation_swapped_for_its_stock_twin_stops_the_run(train, op):
     with planted_fault(op):
-        code, said, run = train()
+        code, said, run = train("eval.num_draws=64")  # held out comes first: some of 755 tokens on any processor
     assert code == 3, said
     report = json.loads((run / "parity_report.json").read_text())
     assert report["tokens_different"] > 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -64,11 +66,10 @@ class History:
 class Sync:
     """Copies the policy to an engine of its own."""
 
-    def __init__(self, policy: FakePolicy, engine: FakeEngine, history: History) -> None:
-        self.policy, self.engine, self.history = policy, engine, history
+    def __init__(self, policy: FakePolicy, engine: FakeEngine) -> None:
+        self.policy, self.engine = policy, engine
 
     def publish(self, version):
-        self.history.remember(version)
         self.engine.policy.logits = self.policy.logits.copy()
         self.engine.set_version(version)
         return {}
@@ -85,7 +86,7 @@ class Run:
             policy=self.policy,
             engine=engine,
             trainer=FakeTrainer(self.policy),
-            sync=Sync(self.policy, engine, history),
+            sync=Sync(self.policy, engine),
             schedule=InStep() if lag is None else Pipelined(lag, history, self.config.trainer.num_steps),
         )
         monitor = ParityMonitor(self.config.parity, Certificate(self.folder.parity), {}, {})
@@ -162,6 +163,89 @@ def test_a_lag_that_nothing_corrects_is_refused():
         FleetConfig(max_version_lag=1)
     with pytest.raises(ConfigError, match=r"fleet.engines.eu is \['host:1'\]; it must be a list of http"):
         FleetConfig(FleetKind.regions, engines={"eu": ["host:1"]})
+
+
+class Slow:
+    """Publishes in the background, as slowly as the test wants."""
+
+    def __init__(self, sync: Sync, notes: list[str]) -> None:
+        self.sync, self.notes, self.gate = sync, notes, threading.Event()
+        self.thread = ThreadPoolExecutor(1)
+
+    def publish(self, version):
+        return self.thread.submit(self._publish, version)
+
+    def _publish(self, version):
+        assert self.gate.wait(60)
+        self.notes.append(f"published {version}")
+        return {"sync/version": version, **self.sync.publish(version)}
+
+
+def noted(run: Run, notes: list[str], sync: Slow) -> Run:
+    """Notes what the trainer does, and opens the gate after its gradients."""
+    trainer, batch = run.loop.parts.trainer, run.loop.sampler.batch
+    forward_backward, optim_step = trainer.forward_backward, trainer.optim_step
+
+    def gradients(*args, **options):
+        notes.append("gradients")
+        result = forward_backward(*args, **options)
+        sync.gate.set()
+        return result
+
+    def step():
+        notes.append("step")
+        return optim_step()
+
+    def sampled(step, version, first=0):
+        notes.append(f"sampled {step}")
+        return batch(step, version, first)
+
+    trainer.forward_backward, trainer.optim_step, run.loop.sampler.batch = gradients, step, sampled
+    return run
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A run of lag 1 whose version 1 is published slowly, what it notes, and its sync."""
+    run, notes = Run(tmp_path, 1), list[str]()
+    run.config = run.loop.config = dataclasses.replace(
+        run.config, trainer=TrainerConfig(num_steps=8), eval=EvalConfig(every=0)
+    )
+    sync = Slow(run.loop.parts.sync, notes)
+    sync.gate.set()
+    run.loop.parts = dataclasses.replace(run.loop.parts, sync=sync)
+    yield noted(run, notes, sync), notes, sync
+    sync.thread.shutdown()
+
+
+def test_the_trainer_goes_on_while_a_version_is_published_up_to_its_next_step(slow):
+    run, notes, sync = slow
+    run.loop.step(1)
+    del notes[:]
+    sync.gate.clear()
+    metrics = run.loop.step(2)
+    run.loop.parts.schedule.settle()
+    assert [note for note in notes if "sampled" not in note] == ["gradients", "published 1", "step"]
+    assert notes.index("published 1") < notes.index("sampled 3")
+    assert metrics["sync/version"] == 1
+
+
+def test_a_publication_that_fails_leaves_the_weights_and_samples_nothing(slow):
+    run, notes, sync = slow
+    run.loop.step(1)
+    del notes[:]
+
+    def fails(version):
+        raise OSError("the disk is full")
+
+    before = run.policy.logits.copy()
+    sync.sync.publish = fails
+    with pytest.raises(OSError, match="the disk is full"):
+        run.loop.step(2)
+    with pytest.raises(OSError, match="the disk is full"):
+        run.loop.parts.schedule.settle()
+    assert sorted(note for note in notes if note != "sampled 2") == ["gradients", "published 1"]
+    assert (run.policy.logits == before).all()
 
 
 class Noted(InStep):
