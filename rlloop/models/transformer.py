@@ -6,12 +6,9 @@ names. Shapes: T flat tokens, D hidden width, H heads, G key-value heads, V voca
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +24,9 @@ from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_ta
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.decoder import Decoder
 from rlloop.models.experts import Mixture
+from rlloop.models.fingerprint import check_profile, fingerprint
 from rlloop.models.head import Apart, Head
-from rlloop.models.layers import Cache, Divisions, Linear, Step, Weight
+from rlloop.models.layers import Cache, Divisions, Step, Weight
 from rlloop.models.peer_gathers import peers_of
 from rlloop.models.placement import check_placement
 from rlloop.models.recurrent import delta_states, mamba_states
@@ -37,7 +35,6 @@ from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
 from rlloop.models.stored_parameter import StoredParameter, entries_of
 from rlloop.models.vision import PlacedFeatures, Tower
-from rlloop.numerics.kernels import SETTINGS, backend_of
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
@@ -308,43 +305,15 @@ class Model(nn.Module):
 
     def check_profile(self, profile: NumericsProfile) -> None:
         """Raises `ConfigError` for settings that this model does not support on its device or in its type."""
-        if fp8.is_quantised(self):
-            fp8.check_profile(profile)
-        narrow = [op for op in profile.operations() if getattr(profile, op) == "rlloop"]
-        if self.dtype == torch.float64 and narrow:
-            raise ConfigError(
-                f"dtype is float64, and the profile's kernels of {', '.join(narrow[:3])} are for narrower types; use "
-                "dtype=float32, or NumericsProfile.preset('reference')"
-            )
-        if profile.for_cpus and SETTINGS in backend_of(self.device.type).lacks:
-            raise ConfigError(
-                f"the profile has {', '.join(profile.for_cpus)}, whose kernels are for CPUs; leave out "
-                f"{'it' if len(profile.for_cpus) == 1 else 'them'}, or use device=cpu"
-            )
-        for name, module in self.named_modules():
-            if isinstance(module, Linear) and module.across and module.weight.shape[1] % int(profile.tp_segments):
-                raise ConfigError(
-                    f"profile.tp_segments is {profile.tp_segments}, and {name} sums over {module.weight.shape[1]} "
-                    "inputs; set a number that divides them"
-                )
+        check_profile(self, profile, self.dtype, self.device)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything besides the weights that decides the bits, as JSON values."""
-        kind = self.device.type
-        facts = {
+        return {
             "architecture": self.config.architecture,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "profile": self.profile.as_dict(),
             **({"quantize": "fp8"} if fp8.is_quantised(self) else {}),
-            "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(self.device),
-            "instruction_set": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            "versions": {name: _version(name) for name in ("rlloop", "torch", "numba", "llvmlite")},
+            **fingerprint(self.profile, self.dtype, self.device),
         }
-        facts["versions"] |= {package: version(package) for package in backend_of(kind).packages}
-        if kind == "cuda":
-            facts["versions"]["cuda"] = torch.version.cuda
-        # rlloop's operations never depend on the number of threads; stock ones do.
-        return facts if self.profile.holds_contract else {**facts, "threads": torch.get_num_threads()}
 
     def hidden(
         self,
@@ -443,12 +412,3 @@ class Model(nn.Module):
         # No early stop: it would skip the end of a layer, where ranks may communicate.
         with set_checkpoint_early_stop(self.context.layout.world_size == 1):
             return checkpoint(layer, *args, use_reentrant=False)
-
-
-@cache
-def _version(package: str) -> str | None:
-    """None: not installed, such as rlloop itself in a checkout on the path, or a CPU's compiler on a GPU machine."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
