@@ -164,8 +164,9 @@ def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
                 if future is not None and way == ways[2]:
                     published.append(future.result()["sync/publish_seconds"])
                 trainer.forward_backward(batch, get_loss("grpo"))
+                computed = time.perf_counter() - began
                 if future is not None:
-                    future.result()
+                    print(future.result(), computed, time.perf_counter() - began, file=sys.stderr)
                 trainer.optim_step()
                 synchronize(device)
                 if turn:

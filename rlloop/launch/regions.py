@@ -161,7 +161,7 @@ class RegionSync:
 
     def __post_init__(self) -> None:
         device = self.model.context.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def publish(self, version: int) -> Future[Mapping[str, Any]]:
         canary = self.reference.canary(version)  # by an engine on the trainer's weights, so in the trainer's thread

@@ -69,6 +69,8 @@ class Recorder:
             comparison = self.monitor.compare(step, version, trained, recomputed, routing, others)
         if comparison.step_down is not None:
             self.folder.log(f"step {step}: {comparison.step_down}")
+        # The report comes before the completions: those that a resume samples anew are never without it.
+        error = self._parity_error(step, comparison, [*trained, *others])
         with self.timed("record"):
             outcomes = ["trained"] * len(trained) + [why for _, why in untrained]
             scored = [*recomputed.logprobs, *[None] * len(untrained)]
@@ -82,10 +84,9 @@ class Recorder:
             for observer in self.observers:
                 if isinstance(observer, SampleObserver):
                     observer.samples(step, rows)
-        objection = self.monitor.objection(comparison)
-        if objection is not None:
+        if error is not None:
             self.monitor.certificate.seal()
-            raise self._parity_error(step, comparison, objection, [*trained, *others])
+            raise error
         return {**comparison.metrics, **by_region(trained, recomputed.logprobs)}
 
     def compare_held_out(
@@ -97,13 +98,13 @@ class Recorder:
         then has the completions that it names, and those of step 0 are all in a rollout file.
         """
         comparison = self.monitor.compare_held_out(version, samples, recomputed, faulty)
-        objection = self.monitor.objection(comparison)
-        if objection is not None:
+        error = self._parity_error(version, comparison, [*samples, *faulty])
+        if error is not None:
             if version == 0:  # later steps have a file, of their own completions
                 rows = self._held_out_rows([*samples, *faulty])
                 self.monitor.certificate.note(rollouts=self.folder.write_rollouts(0, rows))
             self.monitor.certificate.seal()
-            raise self._parity_error(version, comparison, objection, [*samples, *faulty])
+            raise error
         found = comparison.metrics
         return {f"eval/{name}": found[f"parity/{name}"] for name in HELD_OUT if f"parity/{name}" in found}
 
@@ -135,10 +136,11 @@ class Recorder:
         count, digest = len(samples), self.monitor.fingerprints["engine"]
         return rollout_rows(samples, ["dropped: held out"] * count, [None] * count, digest)
 
-    def _parity_error(
-        self, step: int, comparison: Comparison, objection: str, samples: Sequence[Sample]
-    ) -> ParityError:
-        """Write the report, with the diagnosis if available, and return the error."""
+    def _parity_error(self, step: int, comparison: Comparison, samples: Sequence[Sample]) -> ParityError | None:
+        """Where `parity.mode` objects: write the report, with the diagnosis if available, and return the error."""
+        objection = self.monitor.objection(comparison)
+        if objection is None:
+            return None
         first, finding = comparison.first, None
         if first is not None and self._doctor is not None:
             finding = self._doctor(next(sample for sample in samples if sample.uid == first.uid), first)

@@ -7,6 +7,7 @@ what is read. Of rollouts, whose steps have files of their own, many become one 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
@@ -22,6 +23,7 @@ import zstandard
 from rlloop.errors import RunError
 
 ROTATED = "rotated"  # folder beside the journals
+BLOCK = 1 << 16  # bytes read at a time
 
 
 class Journal:
@@ -35,17 +37,24 @@ class Journal:
     def append(self, record: Mapping[str, Any]) -> bytes:
         """Append a record and return its line. Numbers that are not finite become null, since JSON has none.
 
-        Raises `RunError` if the file has another length than this process left it with.
+        Raises `RunError` if the file has another length than this process left it with, and `OSError`, with the file as
+        it was, where the disk is full.
         """
         line = msgspec.json.encode(record) + b"\n"
-        with self._writing, self.path.open("ab") as file:
-            if self._end is not None and file.tell() != self._end:
+        with self._writing, self.path.open("a+b", buffering=0) as file:
+            end = whole_lines(file) if self._end is None else file.seek(0, os.SEEK_END)
+            if self._end is not None and end != self._end:
                 raise RunError(
-                    f"{self.path} is {file.tell()} bytes long, and this process left it at {self._end}: another "
+                    f"{self.path} is {end} bytes long, and this process left it at {self._end}: another "
                     "process writes the same run, or the file was replaced. This one stops; resume with one alone"
                 )
-            file.write(line)
-            self._end = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            finally:
+                if file.tell() != end + len(line):
+                    file.truncate(end)  # the next line would continue this one
+            self._end = end + len(line)
         return line
 
     def reopen(self) -> None:
@@ -69,6 +78,19 @@ class Journal:
             self.path.touch()
             self._end = None
         compress(plain)
+
+
+def whole_lines(file: io.FileIO) -> int:
+    """Cut off what a kill or a full disk left of a last line. Returns the file's length."""
+    size = at = file.seek(0, os.SEEK_END)
+    end = 0
+    while at > 0 and not end:
+        at, before = max(0, at - BLOCK), at
+        file.seek(at)
+        end = at + 1 + found if (found := file.read(before - at).rfind(b"\n")) >= 0 else 0
+    if end != size:
+        file.truncate(end)
+    return file.seek(0, os.SEEK_END)
 
 
 def compress(plain: Path) -> None:

@@ -249,6 +249,23 @@ def test_require_stops_before_the_weights_move_and_says_where(tmp_path, minibatc
     assert [record["step"] for record in run.metrics()] == [0]
 
 
+def test_a_disk_that_is_full_after_a_difference_keeps_no_completion_without_its_report(tmp_path, monkeypatch):
+    policy = FakePolicy()
+    engines = FakeEngine(policy, drift=1e-6), FakeEngine(policy)
+    run = Run(tmp_path, policy=policy, engine=engines[0], eval_engine=engines[1], sync=FakeSync(*engines))
+    written = run.folder.write_rollouts
+
+    def full(step, rows):
+        written(step, rows)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(run.folder, "write_rollouts", full)
+    with pytest.raises(OSError, match="no space"):
+        run()
+    assert len(run.rollouts()) == 1
+    assert json.loads((tmp_path / "parity_report.json").read_text())["step"] == 1
+
+
 def test_require_stops_at_the_first_evaluation_with_a_line_and_the_completions(tmp_path):
     policy = FakePolicy()
     doctor = lambda sample, token: Finding(f"layer 1, linear, {sample.uid}", {"op": "linear"})  # noqa: E731

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import threading
 
 import pytest
@@ -174,3 +176,30 @@ def test_packed_files_come_back_as_they_were(tmp_path):
     pack(files, tmp_path / "step_00000002.zip")
     unpack(tmp_path / "step_00000002.zip")
     assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
+
+
+def test_a_line_that_found_no_room_leaves_none_of_itself(tmp_path):
+    journal, other = Journal(tmp_path / "a.jsonl"), Journal(tmp_path / "b.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal.append({"step": 0})
+    try:
+        for written in (journal, other):  # of `other` it is the first line
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+            with pytest.raises(OSError, match=r"[Nn]o space|too large"):
+                written.append({"text": "x" * 50})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            written.append({"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [list(read_records(each.path)) for each in (journal, other)] == [[{"step": 0}, {"step": 1}], [{"step": 1}]]
+
+
+@pytest.mark.parametrize("length", [1, 70_000, 140_000])
+@pytest.mark.parametrize("whole", [b"", b'{"step":0}\n'])
+def test_what_a_kill_left_of_a_line_is_cut_off_before_the_next(tmp_path, whole, length):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(whole + b"{" * length)
+    Journal(file).append({"step": 1})
+    assert file.read_bytes() == whole + b'{"step":1}\n'
