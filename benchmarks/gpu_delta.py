@@ -10,7 +10,7 @@ requests. Medians; the first round, in which kernels are compiled, is not counte
 store, encoded and stored, is timed as well.
 
 `step`: what a publication takes from a trainer's step. A whole trainer (float32 masters, moments in the host's memory,
-all layers checkpointed) takes steps of 64 sequences of 128 + 384 tokens, which end when the device is done: without
+all layers checkpointed) takes steps of 128 sequences of 128 + 384 tokens, which end when the device is done: without
 publishing, with the last version published from the GPU while gradients are computed (`fleet.max_version_lag=1`), and
 with it published first. The three take turns; the first turn is not counted.
 """
@@ -122,7 +122,7 @@ def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
         "vocab_size": 512 if small else VOCABULARY, "eos_token_id": 0,
     }  # fmt: skip
     model = random_model(config, device)
-    count, prompt, new = (4, 8, 24) if small else (64, 128, 384)
+    count, prompt, new = (4, 8, 24) if small else (128, 128, 384)
     settings = TrainerConfig(
         lr=1e-6, max_batch_tokens=count * (prompt + new), checkpoint_layers="all",
         offload="none" if small else "moments",
@@ -166,7 +166,8 @@ def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
                 trainer.forward_backward(batch, get_loss("grpo"))
                 computed = time.perf_counter() - began
                 if future is not None:
-                    print(future.result(), computed, time.perf_counter() - began, file=sys.stderr)
+                    inner = future.result()["sync/publish_seconds"]
+                    print(f"  published in {inner:.2f} s; gradients {computed:.2f}", file=sys.stderr)
                 trainer.optim_step()
                 synchronize(device)
                 if turn:

@@ -1,13 +1,15 @@
 """Delta coding on the GPU: a publisher's and a replica's tensors are compared, hashed and patched where they are.
 
-Only the changes cross to the host, for the entropy coder: gaps and steps in the narrowest integers that hold them. All
-results are byte-equal with the CPU's.
+Only the changes cross to the host, for the entropy coder, which waits for them; the thread that publishes waits for the
+device a few times in all, so that a trainer may use it meanwhile. All results are byte-equal with the CPU's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
 from rlloop.sync.framing import CodecError
 from rlloop.sync.steps import ORDERINGS, Changes, Ordering, Patch
 
-CHUNKS = 8  # compared at a time: bounds the device memory needed beside the weights
+CHUNKS = 16  # compared at a time: bounds the device memory needed beside the weights
 HASHED = 1 << 31  # bytes of tensors hashed in one batch
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -80,50 +82,93 @@ def order_of(ordering: Ordering) -> kernels.Order:
     return kernels.Order(*ordering)
 
 
-def find_changes(old: DeviceBits, new: DeviceBits) -> Iterator[Changes]:
-    """The changes of each chunk in host memory, equal to those of `steps.find_changes`."""
+class Comparison(NamedTuple):
+    """Where a tensor changes."""
+
+    blocks: Tensor  # `kernels.changed`
+    found: list[int]  # changes of each batch of `CHUNKS` chunks
+
+
+def compare(pairs: Sequence[tuple[DeviceBits, DeviceBits]]) -> list[Comparison]:
+    """Of each (old, new). Waits for the device once."""
+    per_batch = codec.CHUNK * CHUNKS // kernels.BLOCK
+    blocks = [kernels.changed(old.flat, new.flat) for old, new in pairs]
+    batches = [each.split(per_batch) if len(each) else () for each in blocks]
+    sums = [batch.sum() for each in batches for batch in each]
+    found = iter(torch.stack(sums).tolist() if sums else ())
+    return [Comparison(each, [next(found) for _ in some]) for each, some in zip(blocks, batches, strict=True)]
+
+
+def unchanged(pairs: Mapping[str, tuple[DeviceBits, DeviceBits]]) -> set[str]:
+    """Names of tensors whose (old, new) are equal. Waits for the device once."""
+    equal = [(old.tensor == new.tensor).all() for old, new in pairs.values()]
+    return {name for name, same in zip(pairs, torch.stack(equal).tolist() if equal else (), strict=True) if same}
+
+
+def find_changes(
+    old: DeviceBits, new: DeviceBits, comparison: Comparison | None = None
+) -> Iterator[Callable[[], Changes]]:
+    """The changes of each chunk, equal to those of `steps.find_changes`: a call waits until the host has them.
+
+    `comparison`: `compare` of the two.
+    """
     ordering = ORDERINGS[new.dtype]
     order, span = order_of(ordering), codec.CHUNK * CHUNKS
-    for start in range(0, old.size, span):
-        was, now = (each.flat[start : start + span] for each in (old, new))
-        places = (was != now).nonzero().view(-1)
+    comparison = comparison or compare([(old, new)])[0]
+    blocks = comparison.blocks.split(span // kernels.BLOCK)
+    for batch, found in enumerate(comparison.found):
+        was, now = (each.flat[batch * span : (batch + 1) * span] for each in (old, new))
         chunks = -(-len(was) // codec.CHUNK)
-        if not len(places):
-            none = np.zeros(0, np.uint32)
-            yield from (Changes(np.zeros(ordering.classes, np.int64), none, none) for _ in range(chunks))
+        if not found:
+            yield from [partial(_no_changes, ordering.classes)] * chunks
             continue
+        places = kernels.places_of(was, now, blocks[batch], found)
         located = kernels.locate(was, now, places, kernels.before_blocks(was, order, codec.CHUNK), order)
-        counts = torch.bincount(located.keys.int(), minlength=chunks * kernels.CLASSES).view(chunks, -1)
         keys, by_class = torch.sort(located.keys, stable=True)
         ranks, zigzags = located.ranks[by_class], located.zigzags[by_class]
         gaps = ranks.clone()
         gaps[1:] -= torch.where(keys[1:] == keys[:-1], ranks[:-1] + 1, 0)
-        host_counts = counts.cpu().numpy()
-        host_gaps, host_zigzags = _narrow(gaps), _narrow(zigzags)
-        at = 0
-        for each in host_counts:
-            end = at + int(each.sum())
-            yield Changes(each[: ordering.classes].astype(np.int64), host_gaps[at:end], host_zigzags[at:end])
-            at = end
+        classes = torch.arange(chunks * kernels.CLASSES, dtype=keys.dtype, device=keys.device)
+        wait = _to_host(torch.searchsorted(keys, classes, right=True), gaps, zigzags)
+        yield from (partial(_changes_of, wait, chunk, ordering.classes) for chunk in range(chunks))
 
 
-def begin(new: DeviceBits, old: DeviceBits | None, pool: Executor) -> Callable[[], codec.Encoded]:
+def _no_changes(classes: int) -> Changes:
+    return Changes(np.zeros(classes, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.uint32))
+
+
+def _changes_of(wait: Callable[[], Sequence[np.ndarray]], chunk: int, classes: int) -> Changes:
+    ends, gaps, zigzags = wait()
+    first = chunk * kernels.CLASSES
+    begin, here = ends[first - 1] if chunk else 0, ends[first : first + kernels.CLASSES]
+    counts = np.diff(here, prepend=begin)
+    return Changes(counts[:classes], *(each[begin : here[-1]].view(np.uint32) for each in (gaps, zigzags)))
+
+
+def encodes(bits: DeviceBits) -> bool:
+    """False for tensors without a device kernel: small ones, and other types."""
+    ordering = ORDERINGS.get(bits.dtype)
+    return ordering is not None and not codec.is_small(bits.size, ordering)
+
+
+def begin(
+    new: DeviceBits, old: DeviceBits | None, pool: Executor, comparison: Comparison | None = None
+) -> Callable[[], codec.Encoded]:
     """Start encoding as `codec.encode` does; calling the result waits for the entropy coder, which runs in `pool`.
 
-    Tensors without a device kernel (whole tensors, small ones, other types) are encoded from a copy on the host.
+    Whole tensors, and those that the device does not encode, are encoded from a copy on the host. `comparison`:
+    `compare` of the two.
     """
-    ordering = ORDERINGS.get(new.dtype)
     if old is None:
         return codec.begin_full(new.host(), pool)
-    if ordering is None or codec.is_small(new.size, ordering):
+    if not encodes(new):
         whole = codec.encode(new.host(), old.host(), pool=pool)
         return lambda: whole
     from rlloop.sync import entropy
 
-    changed, begun = 0, list[Future[bytes]]()
-    for changes in find_changes(old, new):
-        changed += len(changes.gaps)
-        begun.append(pool.submit(entropy.encode, changes))
+    comparison = comparison or compare([(old, new)])[0]
+    changed = sum(comparison.found)
+    begun = [pool.submit(lambda wait: entropy.encode(wait()), each) for each in find_changes(old, new, comparison)]
 
     def finish() -> codec.Encoded:
         delta = codec.framed(each.result() for each in begun)
@@ -236,9 +281,16 @@ def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:
     return found | dict(zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True))
 
 
-def _narrow(values: Tensor) -> np.ndarray:
-    """Copy values to the host as uint32, transferred in the narrowest integers that hold them."""
-    least, most = torch.stack(values.aminmax()).tolist()
-    kind = torch.uint8 if least >= 0 and most < 256 else torch.int16 if least >= 0 and most < 1 << 15 else torch.int32
-    plain = values.to(kind).cpu().numpy()
-    return plain.view(np.uint32) if kind is torch.int32 else plain.astype(np.uint32)
+def _to_host(*tensors: Tensor) -> Callable[[], list[np.ndarray]]:
+    """Start copies; the call that this returns waits for them."""
+    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+    for copy, each in zip(copies, tensors, strict=True):
+        copy.copy_(each, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[np.ndarray]:
+        done.synchronize()
+        return [copy.numpy() for copy in copies]
+
+    return wait

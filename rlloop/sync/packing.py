@@ -168,17 +168,28 @@ def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) 
 def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]:
     """Groups of names that are encoded together, in the listing's order, without small tensors that did not change."""
     units, group, size, group_dtype = list[list[str]](), list[str](), 0, ""
+    same = _unchanged([name for name, *_ in listing.tensors if tensors[name].size < JOINED], tensors, base)
     for name, dtype, _ in listing.tensors:
         elements = tensors[name].size
         if elements >= JOINED:
             units.append([name])
-        elif name not in base or not tensors[name].same(base[name]):
+        elif name not in same:
             if dtype != group_dtype or size + elements > codec.CHUNK:
                 group, size, group_dtype = [], 0, dtype
                 units.append(group)
             group.append(name)
             size += elements
     return units
+
+
+def _unchanged(names: Sequence[str], tensors: Mapping[str, Any], base: Mapping[str, Any]) -> set[str]:
+    """Those that are the same in `base`."""
+    pairs = {name: (base[name], tensors[name]) for name in names if name in base}
+    if not isinstance(next(iter(tensors.values())), Bits):
+        from rlloop.sync import device  # Triton's
+
+        return device.unchanged(pairs)
+    return {name for name, (old, new) in pairs.items() if new.same(old)}
 
 
 def _encoded(
@@ -243,10 +254,14 @@ def _encoded_on_device(
         return device.joined([state[name] for name in names])
 
     with ThreadPoolExecutor(threads) as pool:
+        pairs: Any = {names[0]: (whole(base, names) if base else None, whole(tensors, names)) for names in units}
+        both = {first: pair for first, pair in pairs.items() if base and device.encodes(pair[1])}
         hashes = device.digests({name: tensors[name] for names in units for name in names})
+        comparisons = dict(zip(both, device.compare(list(both.values())), strict=True))
 
         def begin(names: list[str]) -> Callable[[], codec.Encoded]:
-            return device.begin(whole(tensors, names), whole(base, names) if base else None, pool)
+            old, new = pairs.pop(names[0])
+            return device.begin(new, old, pool, comparisons.get(names[0]))
 
         for names, encoded in _in_turn(units, begin, AHEAD if base else WHOLE_AHEAD):
             yield names, encoded, [hashes[name] for name in names]

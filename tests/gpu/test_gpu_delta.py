@@ -61,7 +61,7 @@ def test_changes_are_the_cpus(dtype, count, rate):
     for spread in (False, True):
         old, new = pair(dtype, count, rate, spread)
         was, now = on_gpu(dtype, old), on_gpu(dtype, new)
-        found = list(device.find_changes(was, now))
+        found = [changes() for changes in device.find_changes(was, now)]
         expected = [
             steps.find_changes(old[at : at + CHUNK], new[at : at + CHUNK], codec.ORDERINGS[dtype])[0]
             for at in range(0, count, CHUNK)

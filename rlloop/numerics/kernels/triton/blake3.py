@@ -184,7 +184,8 @@ def digests(tensors: Sequence[Tensor]) -> list[bytes]:
     each = torch.tensor(counts, device=device)
     for _ in range((max(counts) - 1).bit_length()):
         above, starts = (each + 1) // 2, each.cumsum(0) - each
-        total = int(above.sum())
+        counts = [(count + 1) // 2 for count in counts]
+        total = sum(counts)
         tree = torch.repeat_interleave(torch.arange(len(each), device=device), above, output_size=total)
         index = 2 * (torch.arange(total, device=device) - (above.cumsum(0) - above)[tree])
         kinds = (index + 1 < each[tree]).int() * torch.where(each == 2, 12, 4)[tree].int()

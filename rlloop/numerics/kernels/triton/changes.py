@@ -18,6 +18,7 @@ from torch import Tensor
 BLOCK = 512  # elements
 CLASSES = 256
 _FOUND = 16  # changes of a program
+_COUNTED = 8  # blocks of a program
 
 
 class Order(NamedTuple):
@@ -56,6 +57,44 @@ def _ordered(pattern, BITS: tl.constexpr, FLOATING: tl.constexpr):
 @triton.jit
 def _within(value, BITS: tl.constexpr):
     return (value << (32 - BITS)) >> (32 - BITS)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _changed(old, new, counts, n, BLOCK: tl.constexpr, COUNTED: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * COUNTED + tl.arange(0, COUNTED)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    differ = inside & (tl.load(old + at, inside, 0) != tl.load(new + at, inside, 0))
+    tl.store(counts + block, tl.sum(differ.to(tl.int32), 1), block * BLOCK < n)
+
+
+def changed(old: Tensor, new: Tensor) -> Tensor:
+    """[blocks] int32: changes in each block. `old` and `new` are flat."""
+    blocks = triton.cdiv(len(old), BLOCK)
+    counts = torch.empty(blocks, dtype=torch.int32, device=old.device)
+    if blocks:
+        _changed[(triton.cdiv(blocks, _COUNTED),)](
+            old, new, counts, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
+        )
+    return counts
+
+
+@triton.jit(do_not_specialize=["n"])
+def _list(old, new, before, places, n, BLOCK: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    differ = inside & (tl.load(old + at, inside, 0) != tl.load(new + at, inside, 0))
+    rank = tl.load(before + block) + tl.cumsum(differ.to(tl.int32), 0) - 1
+    tl.store(places + rank, at, differ)
+
+
+def places_of(old: Tensor, new: Tensor, counts: Tensor, found: int) -> Tensor:
+    """[found] int64: where flat patterns differ, ascending. `counts` is `changed` of them, and `found` its sum."""
+    places = torch.empty(found, dtype=torch.int64, device=old.device)
+    before = counts.cumsum(0) - counts
+    _list[(len(counts),)](old, new, before, places, len(old), BLOCK=BLOCK, num_warps=4)
+    return places
 
 
 @triton.jit(do_not_specialize=["n"])
