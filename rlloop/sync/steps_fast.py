@@ -11,7 +11,7 @@ from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel
 from rlloop.sync.steps import Changes, Ordering, Patch
 from rlloop.sync.words import outside, select
 
-RANGE = 1 << 17  # elements processed at a time: source and copy fit a core's cache
+RANGE = 1 << 18  # elements processed at a time: source and copy fit a core's cache
 SPAN = 512  # elements whose classes are compared at once: eight blocks
 SLOTS = 32  # classes at most that are counted by blocks
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk
