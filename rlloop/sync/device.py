@@ -124,10 +124,7 @@ def find_changes(
             continue
         places = kernels.places_of(was, now, blocks[batch], found)
         located = kernels.locate(was, now, places, kernels.before_blocks(was, order, codec.CHUNK), order)
-        keys, by_class = torch.sort(located.keys, stable=True)
-        ranks, zigzags = located.ranks[by_class], located.zigzags[by_class]
-        gaps = ranks.clone()
-        gaps[1:] -= torch.where(keys[1:] == keys[:-1], ranks[:-1] + 1, 0)
+        keys, gaps, zigzags = kernels.gaps_of(located)
         classes = torch.arange(chunks * kernels.CLASSES, dtype=keys.dtype, device=keys.device)
         wait = _to_host(torch.searchsorted(keys, classes, right=True), gaps, zigzags)
         yield from (partial(_changes_of, wait, chunk, ordering.classes) for chunk in range(chunks))

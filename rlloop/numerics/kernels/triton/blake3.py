@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LANES = 128
+_LANES = 64
 _BYTES = 1024  # of a chunk
 
 
@@ -179,7 +179,7 @@ def digests(tensors: Sequence[Tensor]) -> list[bytes]:
     nodes, start = torch.empty(sum(counts), 8, dtype=torch.int32, device=device), 0
     for tensor, count in zip(tensors, counts, strict=True):
         words, size = _words(tensor)
-        _chunks[(triton.cdiv(count, _LANES),)](words, nodes[start:], size, count, LANES=_LANES, num_warps=4)
+        _chunks[(triton.cdiv(count, _LANES),)](words, nodes[start:], size, count, LANES=_LANES, num_warps=2)
         start += count
     each = torch.tensor(counts, device=device)
     for _ in range((max(counts) - 1).bit_length()):
@@ -191,7 +191,7 @@ def digests(tensors: Sequence[Tensor]) -> list[bytes]:
         kinds = (index + 1 < each[tree]).int() * torch.where(each == 2, 12, 4)[tree].int()
         out = torch.empty(total, 8, dtype=torch.int32, device=device)
         _parents[(triton.cdiv(total, _LANES),)](
-            nodes, starts[tree] + index, kinds, out, total, LANES=_LANES, num_warps=4
+            nodes, starts[tree] + index, kinds, out, total, LANES=_LANES, num_warps=2
         )
         nodes, each = out, above
     plain = nodes.cpu().numpy().tobytes()

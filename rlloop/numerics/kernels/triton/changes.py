@@ -80,12 +80,13 @@ def changed(old: Tensor, new: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _list(old, new, before, places, n, BLOCK: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
+def _list(old, new, before, places, n, BLOCK: tl.constexpr, COUNTED: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * COUNTED + tl.arange(0, COUNTED)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < n
     differ = inside & (tl.load(old + at, inside, 0) != tl.load(new + at, inside, 0))
-    rank = tl.load(before + block) + tl.cumsum(differ.to(tl.int32), 0) - 1
+    first = tl.load(before + block, block * BLOCK < n, 0)
+    rank = first[:, None] + tl.cumsum(differ.to(tl.int32), 1) - 1
     tl.store(places + rank, at, differ)
 
 
@@ -93,8 +94,17 @@ def places_of(old: Tensor, new: Tensor, counts: Tensor, found: int) -> Tensor:
     """[found] int64: where flat patterns differ, ascending. `counts` is `changed` of them, and `found` its sum."""
     places = torch.empty(found, dtype=torch.int64, device=old.device)
     before = counts.cumsum(0) - counts
-    _list[(len(counts),)](old, new, before, places, len(old), BLOCK=BLOCK, num_warps=4)
+    _list[(triton.cdiv(len(counts), _COUNTED),)](
+        old, new, before, places, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
+    )
     return places
+
+
+@triton.jit
+def _classes(patterns, block, n, MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr):
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    return tl.histogram(_class(tl.load(patterns + at, inside, 0), MASK, SHIFT), CLASSES, inside)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -102,20 +112,30 @@ def _count(
     patterns, table, n, MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr,
     CLASSES: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    found = tl.histogram(_class(tl.load(patterns + at, inside, 0), MASK, SHIFT), CLASSES, inside)
+    """Eight blocks, whose counts of a class fill a sector of memory."""
+    block = tl.program_id(0).to(tl.int64) * 8
+    h0 = _classes(patterns, block, n, MASK, SHIFT, BLOCK, CLASSES)
+    h1 = _classes(patterns, block + 1, n, MASK, SHIFT, BLOCK, CLASSES)
+    h2 = _classes(patterns, block + 2, n, MASK, SHIFT, BLOCK, CLASSES)
+    h3 = _classes(patterns, block + 3, n, MASK, SHIFT, BLOCK, CLASSES)
+    h4 = _classes(patterns, block + 4, n, MASK, SHIFT, BLOCK, CLASSES)
+    h5 = _classes(patterns, block + 5, n, MASK, SHIFT, BLOCK, CLASSES)
+    h6 = _classes(patterns, block + 6, n, MASK, SHIFT, BLOCK, CLASSES)
+    h7 = _classes(patterns, block + 7, n, MASK, SHIFT, BLOCK, CLASSES)
+    even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
+    odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
+    found = tl.reshape(tl.join(even, odd), (CLASSES, 8))
     first = (block // PER_CHUNK) * CLASSES * PER_CHUNK + block % PER_CHUNK
-    tl.store(table + first + tl.arange(0, CLASSES) * PER_CHUNK, found)
+    to = tl.arange(0, CLASSES)[:, None] * PER_CHUNK + tl.arange(0, 8)[None, :]
+    tl.store(table + first + to, found)
 
 
 def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
     """[chunks, 256, blocks] int32: elements of each class in a chunk's earlier blocks. `patterns` is flat."""
-    assert chunk % BLOCK == 0, chunk
+    assert chunk % (8 * BLOCK) == 0, chunk
     chunks, blocks = triton.cdiv(len(patterns), chunk), chunk // BLOCK
     table = torch.empty(chunks, CLASSES, blocks, dtype=torch.int32, device=patterns.device)
-    _count[(chunks * blocks,)](
+    _count[(chunks * blocks // 8,)](
         patterns, table, len(patterns), MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=blocks,
         CLASSES=CLASSES, num_warps=4,
     )  # fmt: skip
@@ -130,13 +150,13 @@ def _locate(
 ):  # fmt: skip
     one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
     inside = one < found
-    place = tl.load(places + one, inside, 0)
+    place = tl.load(places + one, inside, 0).to(tl.int32)  # a batch has fewer than 2**31 elements
     block, lane = place // BLOCK, tl.arange(0, BLOCK)
     was = tl.load(old + place, inside, 0)
     which = _class(was, MASK, SHIFT)
-    at = (block * BLOCK)[:, None] + lane[None, :]
-    others = _class(tl.load(old + at, (at < place[:, None]) & inside[:, None], 0), MASK, SHIFT)
-    earlier = tl.sum(((others == which[:, None]) & (at < place[:, None])).to(tl.int32), 1)
+    first = lane[None, :] < (place % BLOCK)[:, None]
+    others = _class(tl.load(old + ((block * BLOCK)[:, None] + lane[None, :]), first & inside[:, None], 0), MASK, SHIFT)
+    earlier = tl.sum((first & (others == which[:, None])).to(tl.int32), 1)
     row = (block // PER_CHUNK) * CLASSES + which
     rank = tl.load(before + row * PER_CHUNK + block % PER_CHUNK, inside, 0) + earlier
     step = _within(_ordered(tl.load(new + place, inside, 0), BITS, FLOATING) - _ordered(was, BITS, FLOATING), BITS)
@@ -148,6 +168,7 @@ def _locate(
 def locate(old: Tensor, new: Tensor, places: Tensor, before: Tensor, order: Order) -> Located:
     """The changes at `places`, [n] int64 ascending, of flat patterns; `before` is `before_blocks` of `old`."""
     found = len(places)
+    assert before.numel() < 1 << 31, "places in the table have 32 bits"
     assert before.shape[0] * CLASSES <= 1 << 15, "keys have 16 bits"
     keys = torch.empty(found, dtype=torch.int16, device=old.device)
     ranks, zigzags = (torch.empty(found, dtype=torch.int32, device=old.device) for _ in range(2))
@@ -158,6 +179,28 @@ def locate(old: Tensor, new: Tensor, places: Tensor, before: Tensor, order: Orde
             num_warps=4,
         )  # fmt: skip
     return Located(keys, ranks, zigzags)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _close(keys, order, ranks, zigzags, gaps, sorted_zigzags, n, BLOCK: tl.constexpr):
+    one = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, later = one < n, (one < n) & (one > 0)
+    source = tl.load(order + one, inside, 0)
+    rank, previous = tl.load(ranks + source, inside, 0), tl.load(ranks + tl.load(order + one - 1, later, 0), later, 0)
+    follows = later & (tl.load(keys + one, inside, 0) == tl.load(keys + one - 1, later, 0))
+    tl.store(gaps + one, tl.where(follows, rank - previous - 1, rank), inside)
+    tl.store(sorted_zigzags + one, tl.load(zigzags + source, inside, 0), inside)
+
+
+def gaps_of(located: Located) -> Located:
+    """The changes by key, stably, with gaps in place of ranks: elements of the class since its last change."""
+    keys, order = torch.sort(located.keys, stable=True)
+    gaps, zigzags = torch.empty_like(located.ranks), torch.empty_like(located.zigzags)
+    if len(keys):
+        _close[(triton.cdiv(len(keys), 1024),)](
+            keys, order, located.ranks, located.zigzags, gaps, zigzags, len(keys), BLOCK=1024, num_warps=4
+        )
+    return Located(keys, gaps, zigzags)
 
 
 @triton.jit(do_not_specialize=["n", "found"])
