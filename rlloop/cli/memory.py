@@ -45,7 +45,15 @@ def examine_model(
         yield Line(True, f"{layout_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     for each in sorted((each for each in needs if each not in fits), key=lambda each: each.total)[: 0 if fits else 3]:
         yield Line(False, f"{layout_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
-    if not fits:
+    if fits:
+        copy = fits[0].parts["compute copy"] / GIB
+        yield Line(
+            None,
+            "publishing",
+            f"to replicas or regions takes the compute copy once more, {copy:.1f} in the first of these layouts; in host "
+            "memory with trainer.encode_on_device=false",
+        )
+    else:
         more = "" if offload == "masters" else "--offload, "
         yield Line(
             False, "fits", f"no layout does; {more}more GPUs, a smaller --tokens, or frozen weights with adapters"

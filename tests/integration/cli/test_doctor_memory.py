@@ -49,6 +49,7 @@ def test_layouts_that_fit_are_named(tmp_path, capsys):
     assert "ok  dp_shard=2: " in printed
     assert "ok  tp=2: " in printed
     assert "compute copy" in printed
+    assert "trainer.encode_on_device=false" in printed
     assert main(["doctor", "--model", folder, "--gpus", "2", "--memory", "1"]) == 1
     assert "--  fits: no layout does" in capsys.readouterr().out
 
