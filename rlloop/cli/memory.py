@@ -50,8 +50,8 @@ def examine_model(
         yield Line(
             None,
             "publishing",
-            f"to replicas or regions takes the compute copy once more, {copy:.1f} in the first of these layouts; in host "
-            "memory with trainer.encode_on_device=false",
+            f"to replicas or regions takes the compute copy once more, {copy:.1f} in the first of these layouts; with "
+            "trainer.encode_on_device=false in host memory",
         )
     else:
         more = "" if offload == "masters" else "--offload, "
