@@ -69,6 +69,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
     publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
     with ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, "publisher"))  # ends after the pool, which it may wait for
         pool = open_pool(
             fleet,
             folder.fleet.append,
@@ -84,7 +85,6 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         note_address(folder, server.url)
         prompts, sampling = canary_requests(config, prepared.task)
         reference = Reference(model, prompts, sampling)
-        thread = stack.enter_context(ThreadPoolExecutor(1, "publisher"))
         engine = PoolEngine(pool, model.fingerprint())
         yield Parts(
             task=prepared.task,
