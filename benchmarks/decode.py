@@ -4,7 +4,8 @@
     python benchmarks/decode.py --quick    # 32 requests of 16 tokens, one round, nothing recorded
 
 The engine keeps every parity guarantee and returns logprobs; transformers decodes the same prompts as one padded batch
-with its key-value cache, and returns none.
+with its key-value cache, with logprobs (from its scores, as its own `compute_transition_scores` makes them) and
+without. After a warm-up the three take turns, five rounds each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,10 @@ import rlloop
 from rlloop.models import Model, new_model, save_model
 
 VOCABULARY = 512
+PEERS = {  # name -> (returns logprobs, the aim)
+    "transformers generate with logprobs": (True, 1.2),
+    "transformers generate": (False, None),
+}
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -55,7 +61,7 @@ def engine_runner(model: Model, prompts: list[list[int]], new_tokens: int) -> Ca
     return run
 
 
-def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int, logprobs: bool) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,7 +70,7 @@ def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
 
     def run() -> None:
-        out = model.generate(
+        out: Any = model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=new_tokens,
@@ -76,14 +82,19 @@ def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int)
             use_cache=True,
             pad_token_id=0,
             eos_token_id=None,
+            return_dict_in_generate=True,
+            output_scores=logprobs,
         )
-        assert out.shape == (len(prompts), width + new_tokens)
+        assert out.sequences.shape == (len(prompts), width + new_tokens)
+        if logprobs:
+            made = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+            assert made.shape == (len(prompts), new_tokens)
 
     return run
 
 
-def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, float]:
-    """The fastest of `rounds` after a warm-up (other work on the machine only adds time). Runners take turns."""
+def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Of each round after a warm-up. Runners take turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for index in range(rounds + 1):
         for name, run in runners.items():
@@ -95,33 +106,30 @@ def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, round
             )
             if index:
                 times[name].append(seconds)
-    return {name: tokens / min(each) for name, each in times.items()}
+    return {name: [tokens / seconds for seconds in each] for name, each in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small run that records nothing")
     arguments = parser.parse_args()
-    count, new_tokens, rounds = (32, 16, 1) if arguments.quick else (256, 64, 3)
+    count, new_tokens, rounds = (32, 16, 1) if arguments.quick else (256, 64, 5)
     prompts = prompts_of(count)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(new_model(CONFIG, seed=0), folder)
         runners = {
             "rlloop": engine_runner(rlloop.load_model(folder), prompts, new_tokens),
-            "transformers": transformers_runner(folder, prompts, new_tokens),
+            **{
+                peer: transformers_runner(folder, prompts, new_tokens, logprobs)
+                for peer, (logprobs, _) in PEERS.items()
+            },
         }
         speed = tokens_per_second(runners, count * new_tokens, rounds)
     work = f"decode, {count} x {new_tokens} tokens, Qwen3 3M float32"
     figures = [
-        Figure(
-            name=work,
-            unit="tokens/s",
-            value=speed["rlloop"],
-            peer="transformers generate",
-            peer_value=speed["transformers"],
-            aim=1.5,
-        ),
+        Figure.of_rounds(work, "tokens/s", speed["rlloop"], peer, speed[peer], aim=aim)
+        for peer, (_, aim) in PEERS.items()
     ]
     if arguments.quick:
         print(table(figures))

@@ -52,8 +52,16 @@ class Orphaned:
         self.files: dict[int, list[Path]] = {}
         for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):
             self.files.setdefault(step_of(file), []).append(file)
-        self.broken = {(report.parent, _step_of(report)) for report in run.path.glob(f"orphaned/*/{REPORT}")}
+        self.broken = {self._reported(report) for report in run.path.glob(f"orphaned/*/{REPORT}")}
         self.replaced = 0
+
+    def _reported(self, report: Path) -> tuple[Path, int]:
+        """Folder and step of the completions that a report is about. A kill between setting aside these and the report
+        leaves it to the next resume, and so in the next folder."""
+        folder, step = report.parent, _step_of(report)
+        if folder.name.isdecimal() and all(file.parents[1] != folder for file in self.files.get(step, ())):
+            folder = folder.with_name(str(int(folder.name) - 1))
+        return folder, step
 
     def check(self, step: Rollouts) -> list[str]:
         problems, now = [], {row.uid: row for row in step.rows}

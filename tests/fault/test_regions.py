@@ -110,6 +110,16 @@ def test_killed_stopped_damaged_and_restarted_it_is_the_run_without_faults(fleet
     assert Head.decode((run / "weights" / "latest").read_bytes()).term == 2
 
 
+def test_a_second_interrupt_ends_a_run_that_waits_for_engines(fleet, tmp_path):
+    process = train(tmp_path / "run", *STEPS, *fleet.settings(), "fleet.patience=250")
+    until(lambda: FolderStore(tmp_path / "run" / "weights").latest(), process)  # published, and nobody has come
+    process.signal(signal.SIGINT)
+    assert any("press Ctrl-C again" in line for line in iter(process.stdout.readline, ""))
+    process.signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "To resume:" in process.communicate()[0]
+
+
 def test_one_step_ahead_it_repeats_itself_after_a_crash(fleet, tmp_path):
     ahead = [*fleet.settings(), "fleet.max_version_lag=1", "algorithm.anchor=rollout"]
     run = tmp_path / "run"

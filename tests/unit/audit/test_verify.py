@@ -146,6 +146,9 @@ def test_what_a_crash_undid_must_come_again(run):
         report.write_text(json.dumps({"step": step}))
         assert len(check(run, "orphaned")) == problems
     assert "1 of steps that broke parity" in look(run, "orphaned").summary
+    (run / "orphaned/2").mkdir()  # a kill between moving the completions and the report
+    report = report.rename(run / "orphaned/2/parity_report.json")
+    assert check(run, "orphaned") == []
     report.write_text("{")
     assert len(check(run, "orphaned")) == 1
     (run / "config.yaml").write_text(json.dumps({**CONFIG, "parity": {**CONFIG["parity"], "mode": "observe"}}))
