@@ -106,7 +106,7 @@ def measured(versions: list, target, rounds: int) -> tuple[dict[str, float], dic
 
 def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
     """Seconds of a trainer's step without publishing, and with it."""
-    from gpu_shapes import COMMON, random_model
+    from gpu_shapes import SHAPES, TINY, random_model
 
     from rlloop.algorithms import get_loss
     from rlloop.config.trainer import TrainerConfig
@@ -114,13 +114,7 @@ def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
     from rlloop.trainer import Trainer, TrainSequence
 
     small = device == "cpu"
-    shape = (256, 512, 4, 2) if small else (HIDDEN, INNER, QUERIES // 128, KEYS // 128)
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    config = {
-        **COMMON, **dict(zip(names, shape, strict=True)), "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3", "num_hidden_layers": layers, "tie_word_embeddings": False,
-        "vocab_size": 512 if small else VOCABULARY, "eos_token_id": 0,
-    }  # fmt: skip
+    config = {**(TINY if small else SHAPES["8B"])[1], "num_hidden_layers": layers}
     model = random_model(config, device)
     count, prompt, new = (4, 8, 24) if small else (128, 128, 384)
     settings = TrainerConfig(

@@ -130,13 +130,13 @@ class Trainer(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
 
 
-Published = Mapping[str, Any] | Future[Mapping[str, Any]]  # `sync/*` metrics of a publication
+Publication = Mapping[str, Any] | Future[Mapping[str, Any]]  # its `sync/*` metrics, at once or when it has ended
 
 
 class WeightSync(Protocol):
     """Brings the trainer's weights to the engines."""
 
-    def publish(self, version: int) -> Published:
+    def publish(self, version: int) -> Publication:
         """Bring engines to `version`; called while nothing is sampled. Returns `sync/*` metrics, empty if nothing
         moves. A future: engines serve the version, and the weights may change again, when it is done."""
         ...

@@ -28,7 +28,7 @@ from rlloop.loop.step_data import Untrained, full_batch, minibatches, outcomes_o
 from rlloop.metrics import Mean, Reduction, merge, values
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.parity.token_types import compare_first_prompt
-from rlloop.protocols import Observer, Published
+from rlloop.protocols import Observer, Publication
 from rlloop.runs.folder import RunFolder
 from rlloop.types import Recomputed, RewardResult, Sample, changed
 
@@ -56,7 +56,7 @@ class Loop:
         self.recorder = Recorder(
             folder, monitor, observers, routing=parts.trainer.routing, doctor=parts.doctor, machine=machine, mark=mark
         )
-        self._published: tuple[int, Published] | None = None  # the newest version
+        self._published: tuple[int, Publication] | None = None  # version and publication
 
     def run(self, start: int, should_stop: Callable[[], bool] = lambda: False) -> int:
         """Take the steps after `start` (0: a new run). Returns the last step taken, with a checkpoint behind it."""

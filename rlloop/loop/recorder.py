@@ -137,7 +137,7 @@ class Recorder:
         return rollout_rows(samples, ["dropped: held out"] * count, [None] * count, digest)
 
     def _parity_error(self, step: int, comparison: Comparison, samples: Sequence[Sample]) -> ParityError | None:
-        """Where `parity.mode` objects: write the report, with the diagnosis if available, and return the error."""
+        """Write the report, with the diagnosis if available, and return the error; None where the mode allows it."""
         objection = self.monitor.objection(comparison)
         if objection is None:
             return None

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rlloop.loop.sampler import Sampler
-from rlloop.protocols import Published, Stateful, WeightSync
+from rlloop.protocols import Publication, Stateful, WeightSync
 from rlloop.types import Recomputed, Sample
 
 FILE = "under_way.msgpack"
@@ -30,7 +30,7 @@ class Schedule(Stateful, Protocol):
     precedes an evaluation, and `settle` a checkpoint, into which `save` then writes. All calls come from one thread.
     """
 
-    def publish(self, sync: WeightSync, version: int) -> Published:
+    def publish(self, sync: WeightSync, version: int) -> Publication:
         """Bring the engines to `version`; called once a version. Returns `sync/*` metrics; if these are a future, the
         loop waits for it before it changes the weights or evaluates."""
         ...
@@ -53,9 +53,9 @@ class Schedule(Stateful, Protocol):
     def close(self) -> None: ...
 
 
-def ended(published: Published) -> Mapping[str, Any]:
+def ended(publication: Publication) -> Mapping[str, Any]:
     """The metrics of a publication, once it has ended."""
-    return published.result() if isinstance(published, Future) else published
+    return publication.result() if isinstance(publication, Future) else publication
 
 
 class InStep:
@@ -109,20 +109,20 @@ class Pipelined:
         self.lag, self.last_step = lag, last_step
         self._history = history
         self._batches: dict[int, Future[list[Sample]]] = {}  # by step: being sampled, or ready
-        self._published: Published = {}  # the newest version
+        self._newest: Publication = {}
         self._pool = ThreadPoolExecutor(1, "rollouts")  # batches are sampled in the order of their steps
 
-    def publish(self, sync: WeightSync, version: int) -> Published:
+    def publish(self, sync: WeightSync, version: int) -> Publication:
         self.settle()  # an engine serves one version, so requests of the last one are finished first
         self._history.remember(version)
-        self._published = sync.publish(version)
-        return self._published
+        self._newest = sync.publish(version)
+        return self._newest
 
     def samples(self, sampler: Sampler, step: int, version: int, first: int = 0) -> list[Sample]:
         assert first == 0, "the configuration refuses refills with a lag"
         for ahead in range(step, min(step + self.lag, self.last_step) + 1):
             if ahead not in self._batches:
-                self._batches[ahead] = self._pool.submit(self._sampled, sampler, ahead, version, self._published)
+                self._batches[ahead] = self._pool.submit(self._sampled, sampler, ahead, version, self._newest)
         return [self._admitted(sample, version) for sample in self._batches.pop(step).result()]
 
     def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed]:
@@ -150,8 +150,8 @@ class Pipelined:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _sampled(self, sampler: Sampler, step: int, version: int, published: Published) -> list[Sample]:
-        ended(published)
+    def _sampled(self, sampler: Sampler, step: int, version: int, publication: Publication) -> list[Sample]:
+        ended(publication)
         return sampler.batch(step, version)
 
     def _admitted(self, sample: Sample, version: int) -> Sample:

@@ -1,4 +1,4 @@
-"""What decides a model's bits besides its weights: profile, type, device, versions; and which profiles it can have."""
+"""A model's fingerprint (profile, type, device and versions, which decide its bits), and the check of profiles."""
 
 from __future__ import annotations
 

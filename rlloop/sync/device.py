@@ -83,7 +83,7 @@ def order_of(ordering: Ordering) -> kernels.Order:
 
 
 class Comparison(NamedTuple):
-    """Where a tensor changes."""
+    """Number of changes of a tensor, by block and by batch."""
 
     blocks: Tensor  # `kernels.changed`
     found: list[int]  # changes of each batch of `CHUNKS` chunks
@@ -149,21 +149,20 @@ def encodes(bits: DeviceBits) -> bool:
 
 
 def begin(
-    new: DeviceBits, old: DeviceBits | None, pool: Executor, comparison: Comparison | None = None
+    new: DeviceBits, old: DeviceBits | None, comparison: Comparison | None, pool: Executor
 ) -> Callable[[], codec.Encoded]:
     """Start encoding as `codec.encode` does; calling the result waits for the entropy coder, which runs in `pool`.
 
-    Whole tensors, and those that the device does not encode, are encoded from a copy on the host. `comparison`:
-    `compare` of the two.
+    `comparison`: `compare` of the two; None: not encoded on the device, but from copies on the host, as whole tensors
+    (`old` None) are.
     """
     if old is None:
         return codec.begin_full(new.host(), pool)
-    if not encodes(new):
+    if comparison is None:
         whole = codec.encode(new.host(), old.host(), pool=pool)
         return lambda: whole
     from rlloop.sync import entropy
 
-    comparison = comparison or compare([(old, new)])[0]
     changed = sum(comparison.found)
     begun = [pool.submit(lambda wait: entropy.encode(wait()), each) for each in find_changes(old, new, comparison)]
 

@@ -261,7 +261,7 @@ def _encoded_on_device(
 
         def begin(names: list[str]) -> Callable[[], codec.Encoded]:
             old, new = pairs.pop(names[0])
-            return device.begin(new, old, pool, comparisons.get(names[0]))
+            return device.begin(new, old, comparisons.get(names[0]), pool)
 
         for names, encoded in _in_turn(units, begin, AHEAD if base else WHOLE_AHEAD):
             yield names, encoded, [hashes[name] for name in names]
