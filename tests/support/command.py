@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = "tests.support.preloaded"
+PATH = list(sys.path)  # before any test: one that calls the command in its own process leaves its folder behind
 
 
 @functools.cache
@@ -46,7 +47,7 @@ class Command:
         """`rlloop` with `arguments`; or `program`, a module's function, which reads them from `sys.argv`."""
         read, write = forks().Pipe(duplex=False)
         environment = dict(os.environ if env is None else env)
-        given = (["rlloop", *map(str, arguments)], str(cwd), environment, write, program)
+        given = (["rlloop", *map(str, arguments)], str(cwd), PATH, environment, write, program)
         self._process = forks().Process(target=_run, args=given)
         self._process.start()
         write.close()
@@ -83,7 +84,12 @@ class Command:
 
 
 def _run(
-    argv: list[str], cwd: str, environment: dict[str, str], output: Connection, program: Callable[[], object] | None
+    argv: list[str],
+    cwd: str,
+    path: list[str],
+    environment: dict[str, str],
+    output: Connection,
+    program: Callable[[], object] | None,
 ) -> None:
     assert PRELOADED in sys.modules, "the fork server could not import it"
     for descriptor in (1, 2):
@@ -92,7 +98,7 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv[:] = argv
     if "OMP_NUM_THREADS" in environment:  # which torch has read already
         import torch
