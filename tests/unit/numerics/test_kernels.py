@@ -99,6 +99,7 @@ def test_how_the_work_is_cut_changes_no_bit(tile_count, chunk):
         70,
         290,
         linear.FORWARD,
+        linear.CHAIN,
         tile_count,
         chunk,
         linear.no_further(flat(x), flat(weight)),
@@ -110,7 +111,7 @@ def test_how_the_work_is_cut_changes_no_bit(tile_count, chunk):
 
 @pytest.mark.parametrize("outputs", [64, 128, 155])
 def test_a_weight_gradient_has_a_task_for_each_thread(outputs):
-    tile_count, chunk = linear.plan(outputs, 64, 10_000, threads=2, rows_by_row=False)
+    tile_count, chunk = linear.plan(outputs, 64, 10_000, threads=2, kind=linear.CHAIN, rows_by_row=False)
     tasks = -(-64 // (tile_count * LANES)) * -(-outputs // chunk)
     assert tasks >= 2
     assert chunk % LANES == 0

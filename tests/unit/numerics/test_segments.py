@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
+from rlloop.numerics.kernels.cpu.compiled.bfloat16 import CHAIN
 from rlloop.numerics.kernels.cpu.compiled.jit import flat
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.numerics.operators.parameters import each_row, embedding
@@ -73,7 +74,20 @@ def test_how_the_work_is_cut_changes_no_bit_and_other_chains_do() -> None:
     x, weight, out = draw(50, 2900), draw(70, 2900, seed=1), torch.empty(50, 70)
 
     def product(segment: int, threads: int, tiles: int, chunk: int) -> Tensor:
-        given = flat(weight), True, flat(x), True, flat(weight), False, flat(out), 50, 70, 2900, np.int64(segment)
+        given = (
+            flat(weight),
+            True,
+            flat(x),
+            True,
+            flat(weight),
+            False,
+            flat(out),
+            50,
+            70,
+            2900,
+            np.int64(segment),
+            CHAIN,
+        )
         kernels.product(threads, *given, tiles, chunk, kernels.no_further(flat(x), flat(weight)))
         return out
 

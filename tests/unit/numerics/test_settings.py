@@ -110,10 +110,10 @@ def test_the_norm_of_the_sum_before_it_is_rounded() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_float32_sums_of_the_ranks_in_one_tree(ranks: int) -> None:
-    x, weight, bias = draw(67, 96, dtype=HALF), draw(40, 96, seed=1, dtype=HALF), draw(40, seed=2, dtype=HALF)
+    x, weight, bias = draw(670, 960, dtype=HALF), draw(400, 960, seed=1, dtype=HALF), draw(400, seed=2, dtype=HALF)
     made = under(tp_segments=str(ranks)).linear(x, weight, bias, across=True)
-    size = 96 // ranks
-    sums = [OURS.logits(x[:, at : at + size], weight[:, at : at + size]) for at in range(0, 96, size)]
+    size = 960 // ranks
+    sums = [OURS.logits(x[:, at : at + size], weight[:, at : at + size]) for at in range(0, 960, size)]
 
     def tree(parts: list[Tensor]) -> Tensor:  # what any rank has of it is a subtree
         half = len(parts) // 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlloop.numerics import fp8
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels.cpu.compiled import grouped
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
+from rlloop.numerics.kernels.cpu.compiled.bfloat16 import AMX, CHAIN, flat_rows, kind_of, threads_of
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
 from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT, NO, YES, Further
 from rlloop.numerics.layout import AdapterTerms
@@ -75,13 +77,19 @@ def _multiply(
     (num_rows, width), columns = rows.shape if by_row else rows.T.shape, lanes.shape[0 if lanes_by_row else 1]
     if rows.numel() == 0:
         return torch.zeros(num_rows, columns, dtype=dtype)
+    kind = kind_of(rows, lanes)
+    if kind != CHAIN and not by_row:
+        rows, by_row = rows.T, True
+    if kind == AMX and width % 2 == 1:  # it reads pairs
+        rows, width = F.pad(rows, (0, 1)), width + 1
+        lanes = F.pad(lanes, (0, 1) if lanes_by_row else (0, 0, 0, 1))
     out, matrix = torch.empty(num_rows, columns, dtype=dtype), flat(lanes.contiguous())
-    threads = threads_for(num_rows * columns * width)
-    tiles, chunk = kernels.plan(num_rows, columns, width, threads, by_row, lanes_by_row)
+    threads = threads_of(num_rows * columns * width, columns * width, kind)
+    tiles, chunk = kernels.plan(num_rows, columns, width, threads, kind, by_row, lanes_by_row)
     kernels.product(
-        threads, matrix, lanes_by_row, vectors := flat(rows.float().contiguous()), by_row,
-        matrix if bias is None else flat(bias), bias is not None, flat(out), num_rows, columns, width, segment, tiles,
-        chunk, _further(terms, vectors, matrix),
+        threads, matrix, lanes_by_row, vectors := flat_rows(rows, kind), by_row,
+        matrix if bias is None else flat(bias), bias is not None, flat(out), num_rows, columns, width,
+        segment if kind == CHAIN else FORWARD, kind, tiles, chunk, _further(terms, vectors, matrix),
     )  # fmt: skip
     return out
 
@@ -135,11 +143,13 @@ def _multiply_groups(
     weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
     out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
     if out.numel():
-        first_task, tiles, chunk = grouped.plan(counts, columns, True)
+        kind = kind_of(rows, weight, width)
+        first_task, tiles, chunk = grouped.plan(counts, columns, kind, True)
         grouped.grouped_product(
-            threads_for(out.numel() * width), lanes := _flat_span(weight), np.arange(len(weight)) * weight.stride(0),
-            by_row, vectors := flat(rows.float().contiguous()), offsets[:-1] * width, True, flat(out),
-            offsets[:-1] * columns, counts, np.full(len(counts), width), first_task, columns, segment, tiles, chunk,
+            threads_of(out.numel() * width, weight.numel(), kind), lanes := _flat_span(weight),
+            np.arange(len(weight)) * weight.stride(0), by_row, vectors := flat_rows(rows, kind),
+            offsets[:-1] * (width // 2 if kind == AMX else width), True, flat(out), offsets[:-1] * columns, counts,
+            np.full(len(counts), width), first_task, columns, segment if kind == CHAIN else FORWARD, kind, tiles, chunk,
             _further(terms, vectors, lanes),
         )  # fmt: skip
     return out
@@ -150,12 +160,12 @@ def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor, dtype:
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(begins)
     out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
     counts = np.full(len(widths), outputs)
-    first_task, tiles, chunk = grouped.plan(counts, columns, False)
+    first_task, tiles, chunk = grouped.plan(counts, columns, CHAIN, False)
     grouped.grouped_product(
         threads_for(len(left) * outputs * columns), lanes := flat(right.contiguous()), begins[:-1] * columns, False,
         vectors := flat(left.float().contiguous()), begins[:-1] * outputs, False, flat(out),
-        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, tiles, chunk,
-        _further(None, vectors, lanes),
+        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, CHAIN, tiles,
+        chunk, _further(None, vectors, lanes),
     )  # fmt: skip
     return out
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from rlloop.numerics.kernels.cpu.compiled.bfloat16 import flat_rows, kind_of, threads_of
 from rlloop.numerics.kernels.cpu.compiled.elementwise import get, mean_square, put, silu_times
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, inlined, parallel_kernel, take, threads_for
 from rlloop.numerics.kernels.cpu.compiled.linear import (
     FORWARD,
     NO,
-    PACKED,
     YES,
     add_strip,
     finish,
     no_further,
     plan,
+    room_for_lanes,
     room_for_sums,
 )
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, mul, splat, store, sub
@@ -29,12 +30,13 @@ TOKENS = 8  # of a task of `_cache_write`
 
 @parallel_kernel
 def _three_products(
-    counter, first, second, third, rows, out_first, out_second, out_third, columns, num_rows, width, tiles, chunk
+    counter, first, second, third, rows, out_first, out_second, out_third, columns, num_rows, width, kind, tiles,
+    chunk,
 ):  # fmt: skip
     """`linear.product` of one input by three matrices [columns[i], width], without biases."""
     span = tiles * LANES
     ends = np.cumsum((columns + span - 1) // span)
-    packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
+    packed, starts, panel = room_for_lanes(kind), np.empty(span, np.int64), np.empty(0, np.float32)
     sums, further = room_for_sums(chunk, tiles, width, FORWARD), no_further(rows, first)
     task = take(counter)
     while task < ends[2] * ((num_rows + chunk - 1) // chunk):
@@ -47,8 +49,8 @@ def _three_products(
             lanes, out, count, column = third, out_third, columns[2], (strip - ends[1]) * span
         some = min(chunk, num_rows - row)
         add_strip(
-            lanes, YES, rows, YES, column, count, row, some, num_rows, width, FORWARD, tiles, chunk, packed, panel,
-            starts, sums, further, row,
+            lanes, YES, rows, YES, column, count, row, some, num_rows, width, FORWARD, kind, tiles, chunk, packed,
+            panel, starts, sums, further, row,
         )  # fmt: skip
         finish(sums, tiles, some, sums, NO, out, row * count, column, count)
         task = take(counter)
@@ -58,20 +60,21 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
     weights, (num_rows, width) = (q_weight, k_weight, v_weight), x.shape
     one, other, last = (x.new_empty(num_rows, len(weight)) for weight in weights)
     columns = np.array([len(weight) for weight in weights])
-    threads = threads_for(num_rows * int(columns.sum()) * width)
+    kind = kind_of(x, q_weight, width)
+    threads = threads_of(num_rows * int(columns.sum()) * width, int(columns.sum()) * width, kind)
     _three_products(
-        threads, *(flat(weight.contiguous()) for weight in weights), flat(x.float().contiguous()), flat(one),
-        flat(other), flat(last), columns, num_rows, width, *plan(num_rows, int(columns.sum()), width, threads),
+        threads, *(flat(weight.contiguous()) for weight in weights), flat_rows(x, kind), flat(one), flat(other),
+        flat(last), columns, num_rows, width, kind, *plan(num_rows, int(columns.sum()), width, threads, kind),
     )  # fmt: skip
     return one, other, last
 
 
 @parallel_kernel
-def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles, chunk):
+def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, kind, tiles, chunk):
     """out = silu(rows gate^T) * (rows up^T). Both products are rounded to what `out` holds before that."""
     span = tiles * LANES
     strips = (columns + span - 1) // span
-    packed, starts, panel = np.empty(PACKED, np.float32), np.empty(span, np.int64), np.empty(0, np.float32)
+    packed, starts, panel = room_for_lanes(kind), np.empty(span, np.int64), np.empty(0, np.float32)
     gates, ups = room_for_sums(chunk, tiles, width, FORWARD), room_for_sums(chunk, tiles, width, FORWARD)
     rounded, further = np.empty(2 * LANES, out.dtype), no_further(rows, gate)
     task = take(counter)
@@ -80,8 +83,8 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
         count = min(chunk, num_rows - first)
         for lanes, sums in ((gate, gates), (up, ups)):
             add_strip(
-                lanes, YES, rows, YES, column, columns, first, count, num_rows, width, FORWARD, tiles, chunk, packed,
-                panel, starts, sums, further, first,
+                lanes, YES, rows, YES, column, columns, first, count, num_rows, width, FORWARD, kind, tiles, chunk,
+                packed, panel, starts, sums, further, first,
             )  # fmt: skip
         for row in range(count):
             for n in range(0, min(span, columns - column), LANES):
@@ -95,10 +98,11 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, tiles
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     (num_rows, width), columns = x.shape, len(gate)
     out = x.new_empty(num_rows, columns)
-    threads = threads_for(2 * num_rows * columns * width)
+    kind = kind_of(x, gate, width)
+    threads = threads_of(2 * num_rows * columns * width, 2 * columns * width, kind)
     _gated_product(
-        threads, flat(gate.contiguous()), flat(up.contiguous()), flat(x.float().contiguous()), flat(out), num_rows,
-        columns, width, *plan(num_rows, columns, width, threads),
+        threads, flat(gate.contiguous()), flat(up.contiguous()), flat_rows(x, kind), flat(out), num_rows, columns,
+        width, kind, *plan(num_rows, columns, width, threads, kind),
     )  # fmt: skip
     return out
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlloop.numerics.kernels.cpu.compiled.amx import ROWS
+from rlloop.numerics.kernels.cpu.compiled.bfloat16 import AMX
 from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
 from rlloop.numerics.kernels.cpu.compiled.linear import (
     MOST_ROWS,
@@ -15,6 +17,7 @@ from rlloop.numerics.kernels.cpu.compiled.linear import (
     PACKED,
     add_strip,
     finish,
+    room_for_lanes,
     room_for_sums,
     tiles_for,
 )
@@ -37,7 +40,7 @@ def _group_of(first_task, task):
 @parallel_kernel
 def grouped_product(
     counter, lanes, lanes_at, by_row, rows, rows_at, rows_by_row, out, out_at, counts, widths, first_task, columns,
-    segment, tiles, chunk, further,
+    segment, kind, tiles, chunk, further,
 ):  # fmt: skip
     """Per group g: out_g[m, n] = sum over k of R_g[m, k] * L_g[n, k], counts[g] x columns sums of widths[g] terms.
 
@@ -45,7 +48,7 @@ def grouped_product(
     float32. Group g has the tasks first_task[g] to first_task[g + 1]; groups without rows have none.
     """
     strips, depth = (columns + tiles * LANES - 1) // (tiles * LANES), PACKED // (tiles * LANES)
-    packed = np.empty(PACKED, np.float32)
+    packed = room_for_lanes(kind)
     panel = np.empty(0 if rows_by_row else depth * chunk, np.float32)
     sums, starts = room_for_sums(chunk, tiles, widths.max(), segment), np.empty(tiles * LANES, np.int64)
     tasks = first_task[-1]
@@ -59,21 +62,22 @@ def grouped_product(
         if width == 0:
             sums[:] = np.float32(0)
         add_strip(
-            matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
-            packed, panel, starts, sums, further, out_at[group] // columns + first,
+            matrix, by_row, vectors, rows_by_row, column, columns, first, count, num_rows, width, segment, kind, tiles,
+            chunk, packed, panel, starts, sums, further, out_at[group] // columns + first,
         )  # fmt: skip
         finish(sums, tiles, count, sums, NO, out, out_at[group] + first * columns, column, columns)
         task = take(counter)
 
 
-def plan(counts: np.ndarray, columns: int, rows_by_row: bool) -> tuple[np.ndarray, int, int]:
+def plan(counts: np.ndarray, columns: int, kind: np.int64, rows_by_row: bool) -> tuple[np.ndarray, int, int]:
     """(first_task, tiles, chunk) for `grouped_product`."""
     most = int(counts.max(initial=1))
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         tiles, chunk = 4, min(96, -(-most // LANES) * LANES)
     else:  # a group's weights are packed for each chunk of its rows, so the fewest chunks that fit, of equal size
         parts = max(1, -(-most // MOST_ROWS))
-        tiles, chunk = tiles_for(most, columns), -(-most // parts // MAIN) * MAIN
+        tiles, together = (4, 2 * ROWS) if kind == AMX else (tiles_for(most, columns), MAIN)
+        chunk = -(-most // parts // together) * together
     strips = -(-columns // (tiles * LANES))
     first_task = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(-(-counts // chunk) * strips, out=first_task[1:])

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlloop.numerics.kernels.cpu.compiled.amx import add_pairs, pack_pairs
+from rlloop.numerics.kernels.cpu.compiled.bfloat16 import AMX, BLOCKS, CHAIN, add_blocks
 from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, stay_apart, take
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
 from rlloop.numerics.kernels.cpu.compiled.tiles import MAIN, WIDE, add_products, pack_columns, pack_rows
@@ -61,6 +63,11 @@ def finish(sums, tiles, num_rows, bias, has_bias, out, at, column, columns):
 
 
 @inlined
+def room_for_lanes(kind):
+    return np.empty(4 * PACKED if kind == AMX else PACKED, np.float32)
+
+
+@inlined
 def room_for_sums(chunk, tiles, width, segment):
     """Memory for the sums of `add_strip`: each that the counter may hold, and the chain in progress."""
     places, segments = 1, (width - 1) // segment
@@ -70,7 +77,7 @@ def room_for_sums(chunk, tiles, width, segment):
 
 
 @kernel
-def _continue(further, column, columns, first, count, tiles, packed, starts, sums, at):
+def _continue(further, kind, column, columns, first, count, tiles, packed, starts, sums, at):
     """Adds the further terms of `count` rows, from `first` on, to their sums at `at`; neighbours in a slot at once."""
     stay_apart()
     depth, row, span = PACKED // (tiles * LANES), 0, tiles * LANES
@@ -88,44 +95,57 @@ def _continue(further, column, columns, first, count, tiles, packed, starts, sum
                     pack_rows(matrix, starts, lane, begin, last, packed, lane, span)
             else:
                 pack_columns(matrix, column, columns, begin, last, packed, tiles)
-            vectors = (first + row) * further.width + begin
-            add_products(
-                packed, 0, tiles, further.rows, vectors, further.width, 1, end - row, last - begin, sums,
-                at + row * span, False,
-            )  # fmt: skip
+            vectors, to = (first + row) * further.width + begin, at + row * span
+            if kind == CHAIN:
+                add_products(
+                    packed, 0, tiles, further.rows, vectors, further.width, 1, end - row, last - begin, sums, to, False
+                )  # fmt: skip
+            else:
+                add_blocks(
+                    packed, tiles, further.rows, vectors, further.width, end - row, last - begin, sums, to, False
+                )
         row = end
 
 
 @kernel
 def add_strip(
-    lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk, packed,
-    panel, starts, sums, further, further_first,
+    lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, kind, tiles, chunk,
+    packed, panel, starts, sums, further, further_first,
 ):  # fmt: skip
     """sums [count, 16 * tiles] of `product`, for `count` rows from `first` on and the columns from `column` on.
 
     Among the further terms' rows the first has the index `further_first`.
     """
-    depth, size = PACKED // (tiles * LANES), count * tiles * LANES
+    span, used = tiles * LANES, min(tiles, (columns - column + LANES - 1) // LANES)
+    depth, size = len(packed) // span, count * span
+    if kind == AMX:  # two terms lie in one number of `packed` and of `rows`
+        depth *= 2
     for lane in range(tiles * LANES):  # the last row stands in for those past the end: its sums are not kept
         starts[lane] = min(column + lane, columns - 1) * width
     to = 0  # where the chain's sums lie, behind those that wait
     for chain in range(0, width, segment):
         last = min(width, chain + segment)
         for begin in range(chain, last, depth):
-            end = min(last, begin + depth)
+            end, at = min(last, begin + depth), first * width + begin
+            if kind == AMX:
+                pairs = (end - begin) // 2
+                pack_pairs(lanes, by_row, starts, column, columns, begin // 2, begin // 2 + pairs, packed, used)
+                add_pairs(rows, at // 2, width // 2, count, packed, used, pairs, sums, to, span, begin == chain)
+                continue
             if by_row:
                 for lane in range(0, tiles * LANES, LANES):
                     pack_rows(lanes, starts, lane, begin, end, packed, lane, tiles * LANES)
             else:
                 pack_columns(lanes, column, columns, begin, end, packed, tiles)
-            if rows_by_row:
-                at = first * width + begin
+            if kind == BLOCKS:
+                add_blocks(packed, tiles, rows, at, width, count, end - begin, sums, to, begin == chain)
+            elif rows_by_row:
                 add_products(packed, 0, tiles, rows, at, width, 1, count, end - begin, sums, to, begin == chain)
             else:
                 pack_columns(rows, first, num_rows, begin, end, panel, chunk // LANES)
                 add_products(packed, 0, tiles, panel, 0, 1, chunk, count, end - begin, sums, to, begin == chain)
         if last == width and len(further.slots) > 0:
-            _continue(further, column, columns, further_first, count, tiles, packed, starts, sums, to)
+            _continue(further, kind, column, columns, further_first, count, tiles, packed, starts, sums, to)
         waiting = chain // segment  # in binary: a sum for each bit that is set, of as many chains as the bit says
         while to > 0 and (waiting % 2 == 1 or last == width):
             for i in range(to, to + size, LANES):
@@ -136,16 +156,17 @@ def add_strip(
 
 @parallel_kernel
 def product(
-    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, segment, tiles, chunk,
-    further,
+    counter, lanes, by_row, rows, rows_by_row, bias, has_bias, out, num_rows, columns, width, segment, kind, tiles,
+    chunk, further,
 ):  # fmt: skip
     """out[m, n] = sum over k of R[m, k] * L[n, k], plus bias[n]: num_rows x columns sums of `width` terms each.
 
     L is `lanes` [columns, width] if by_row, else the transpose of `lanes` [width, columns]; so is R of `rows`, which is
-    float32. The others are of any float kind. A task makes `chunk` rows of 16 * tiles columns.
+    float32, or pairs of bfloat16 (`AMX`). The others are of any float kind. A task makes `chunk` rows of 16 * tiles
+    columns.
     """
     strips, parts = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
-    packed, starts = np.empty(PACKED, np.float32), np.empty(tiles * LANES, np.int64)
+    packed, starts = room_for_lanes(kind), np.empty(tiles * LANES, np.int64)
     panel = np.empty(0 if rows_by_row else PACKED // (tiles * LANES) * chunk, np.float32)
     sums = room_for_sums(chunk, tiles, width, segment)
     task = take(counter)
@@ -153,17 +174,21 @@ def product(
         column, first = task % strips * tiles * LANES, task // strips * chunk
         count = min(chunk, num_rows - first)
         add_strip(
-            lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, tiles, chunk,
-            packed, panel, starts, sums, further, first,
+            lanes, by_row, rows, rows_by_row, column, columns, first, count, num_rows, width, segment, kind, tiles,
+            chunk, packed, panel, starts, sums, further, first,
         )  # fmt: skip
         finish(sums, tiles, count, bias, has_bias, out, first * columns, column, columns)
         task = take(counter)
 
 
 def plan(
-    num_rows: int, columns: int, width: int, threads: int, rows_by_row: bool = True, by_row: bool = True
+    num_rows: int, columns: int, width: int, threads: int, kind: np.int64, rows_by_row: bool = True, by_row: bool = True
 ) -> tuple[int, int]:
     """(tiles, chunk) for `product`."""
+    if kind == AMX:
+        strips = -(-columns // (4 * LANES))
+        parts = max(-(-num_rows // MOST_ROWS), -(-3 * threads // strips) if threads > 1 else 1)
+        return 4, min(num_rows, -(-num_rows // parts // 32) * 32)
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         parts = max(-(-num_rows // 96), -(-threads // -(-columns // (4 * LANES))))
         return 4, -(-num_rows // parts // LANES) * LANES

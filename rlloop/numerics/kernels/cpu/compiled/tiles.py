@@ -38,11 +38,11 @@ def _number(value: int) -> ir.Constant:
     return ir.Constant(_INT, value)
 
 
-def _data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+def emit_data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
     return cgutils.create_struct_proxy(kind)(context, builder, value=array).data
 
 
-def _vector_at(builder: Any, data: Any, index: Any, lanes: int = LANES) -> Any:
+def emit_vector_at(builder: Any, data: Any, index: Any, lanes: int = LANES) -> Any:
     return builder.bitcast(builder.gep(data, [index]), ir.VectorType(data.type.pointee, lanes).as_pointer())
 
 
@@ -63,7 +63,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
         )
 
         def generate(context, builder, signature, args):
-            lanes, rows, sums = (_data(context, builder, signature.args[i], args[i]) for i in (0, 3, 8))
+            lanes, rows, sums = (emit_data(context, builder, signature.args[i], args[i]) for i in (0, 3, 8))
             _, lanes_at, lanes_stride, _, rows_at, rows_stride, rows_step, depth, _, sums_at, sums_stride, fresh = args
 
             def offset(base, stride, times, more=0):
@@ -71,7 +71,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
 
             starts = [builder.gep(rows, [offset(rows_at, rows_stride, r)]) for r in range(num_rows)]
             places = [
-                _vector_at(builder, sums, offset(sums_at, sums_stride, r, t * LANES))
+                emit_vector_at(builder, sums, offset(sums_at, sums_stride, r, t * LANES))
                 for r in range(num_rows)
                 for t in range(num_tiles)
             ]
@@ -100,7 +100,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
             builder.position_at_end(body)
             at, step = builder.add(lanes_at, builder.mul(k, lanes_stride)), builder.mul(k, rows_step)
             values = [
-                builder.load(_vector_at(builder, lanes, builder.add(at, _number(t * LANES))), align=4)
+                builder.load(emit_vector_at(builder, lanes, builder.add(at, _number(t * LANES))), align=4)
                 for t in range(num_tiles)
             ]
             for r, start in enumerate(starts):
@@ -183,7 +183,7 @@ def _add_products(lanes, lanes_at, tiles, rows, rows_at, rows_stride, rows_step,
         tile += together
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def emit_transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Eight vectors of eight: ever smaller blocks change places across the diagonal."""
     rows, distance = list(rows), 4
     while distance:
@@ -199,35 +199,41 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _transposer(masked: bool) -> Any:
+def _transposer(masked: bool, pairs: bool = False) -> Any:
     @intrinsic
     def transpose(typing, source, starts, first, column, count, target, at, stride):
         """target[at + stride * i + lane] = source[starts[first + lane] + column + i] in float32, for 16 lanes and i.
 
-        Masked: +0 for i from `count` on, and the source is not read there.
+        Masked: +0 for i from `count` on, and the source is not read there. In `pairs`, two numbers of 16 bits are one
+        that is moved as it is: source[starts[first + lane] + 2 * (column + i)] and the one behind it.
         """
         signature = types.void(source, starts, *[types.intp] * 3, target, *[types.intp] * 2)
 
         def generate(context, builder, signature, args):
             kind = signature.args[0]
-            source, starts, target = (_data(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
+            source, starts, target = (emit_data(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
             _, _, first, column, count, _, at, stride = args
 
             def numbers(lane, skipped):
                 start = builder.load(builder.gep(starts, [builder.add(first, _number(lane))]))
-                index = builder.add(builder.add(start, column), _number(skipped))
-                address = _vector_at(builder, source, index, 8)
+                index = builder.add(column, _number(skipped))
+                index = builder.add(start, builder.mul(index, _number(2)) if pairs else index)
+                address = emit_vector_at(builder, source, index, 8)
+                if pairs:
+                    address = builder.bitcast(address, ir.VectorType(ir.FloatType(), 8).as_pointer())
                 if masked:
                     left = builder.sub(count, _number(skipped))
-                    return emit_widen(builder, kind, emit_load_part(builder, address, left))
-                return emit_widen(builder, kind, builder.load(address, align=2))
+                    loaded = emit_load_part(builder, address, left)
+                else:
+                    loaded = builder.load(address, align=2)
+                return loaded if pairs else emit_widen(builder, kind, loaded)
 
             # By blocks of 8 x 8, since their rows fit the registers of AVX2. A cache line of a row is read at one go.
             for lane, skipped in ((0, 0), (0, 8), (8, 0), (8, 8)):
-                rows = _transposed(builder, [numbers(lane + i, skipped) for i in range(8)])
+                rows = emit_transposed(builder, [numbers(lane + i, skipped) for i in range(8)])
                 for i, row in enumerate(rows):
                     index = builder.add(at, builder.mul(stride, _number(skipped + i)))
-                    builder.store(row, _vector_at(builder, target, builder.add(index, _number(lane)), 8), align=4)
+                    builder.store(row, emit_vector_at(builder, target, builder.add(index, _number(lane)), 8), align=4)
             return context.get_dummy_value()
 
         return signature, generate
@@ -236,6 +242,7 @@ def _transposer(masked: bool) -> Any:
 
 
 _transpose, _transpose_part = _transposer(False), _transposer(True)
+transpose_pairs, transpose_pairs_part = _transposer(False, pairs=True), _transposer(True, pairs=True)
 
 
 @inlined
