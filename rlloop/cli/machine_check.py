@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from rlloop.numerics.kernels.cpu.compiled.amx import HAS_AMX
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import NumericsProfile
@@ -38,7 +39,7 @@ class Line:
 
 def examine() -> Iterator[Line]:
     """Yields each line as soon as it is known. The first run compiles kernels."""
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability() + (" with AMX for bfloat16" if HAS_AMX else "")
     yield Line(None, "machine", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
     packages = ("rlloop", "torch", "numba", "llvmlite", "transformers", "hydra-core")
     yield Line(None, "versions", ", ".join(f"{name} {_version(name)}" for name in packages))
