@@ -320,7 +320,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
             hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
             if scores:
                 self._score_prompts(batch, query_start, hidden)
-            last, vocabulary = hidden[self._tensor(end[batch.emits] - 1)], self.model.vocab_size
+            last, vocabulary = self._picked(hidden, end[batch.emits] - 1), self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
@@ -359,9 +359,9 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
-    def _picked(self, tokens: Tensor, source: np.ndarray | None) -> Tensor:
+    def _picked(self, rows: Tensor, source: np.ndarray | None) -> Tensor:
         assert source is not None
-        return tokens if np.array_equal(source, np.arange(len(tokens))) else tokens[self._tensor(source)]
+        return rows if np.array_equal(source, np.arange(len(rows))) else rows[self._tensor(source)]
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -268,4 +269,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # Fresh anonymous pages are zero and cost nothing until they are written, so a large cache starts at once. Zeros
     # matter: a kernel may multiply a masked slot by 0, and 0 x NaN is NaN.
     count = prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+    return torch.frombuffer(_fresh_memory(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+
+
+def _fresh_memory(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
