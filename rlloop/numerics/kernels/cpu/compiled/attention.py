@@ -24,6 +24,7 @@ from rlloop.numerics.kernels.cpu.compiled.simd import (
     load,
     maximum,
     mul,
+    prefetch,
     reduce_max,
     reduce_sum,
     select_less,
@@ -35,6 +36,7 @@ from rlloop.numerics.kernels.cpu.compiled.tiles import add_products, narrow, pac
 
 TILE = 64
 TOGETHER = 4  # neighbouring queries that read the same values at once
+FETCHED = 128  # past tokens at most that are loaded ahead
 ROWS = 128  # queries of a task at most: they share the packing of the keys
 MINUS_INFINITY = np.float32(-np.inf)
 PLACES = np.arange(LANES).astype(np.float32)
@@ -137,6 +139,19 @@ def _tile(
         r = end
 
 
+@kernel
+def _fetch(k, v, v_step, block_start, block, count, block_size, groups, width):
+    """Begins to load the first of a sequence's `count` past keys and values, while another is computed."""
+    step = 64 // k.itemsize  # a cache line
+    for j in range(0, min(count, FETCHED), block_size):
+        first = block_start[block + j // block_size] * groups
+        slots = min(block_size, count - j) * groups
+        for i in range(first * width, (first + slots) * width, step):
+            prefetch(k, i)
+        for i in range(first * v_step, (first + slots) * v_step, step):
+            prefetch(v, i)
+
+
 @parallel_kernel
 def forward(
     counter, q, k, v, v_step, query_start, context, block_start, blocks, block_size, first_task, chunk, heads, groups,
@@ -159,6 +174,8 @@ def forward(
         while first_task[sequence] > item:
             sequence -= 1
         part, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
+        if group == groups - 1 and sequence > 0:  # the first group of a sequence, since items descend
+            _fetch(k, v, v_step, block_start, (sequence - 1) * blocks, context[sequence - 1], block_size, groups, width)
         token, offset = query_start[sequence], context[sequence]
         begin = part * chunk
         num_rows = min(chunk, (query_start[sequence + 1] - token) * share - begin)

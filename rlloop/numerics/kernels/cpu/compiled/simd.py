@@ -166,6 +166,23 @@ def _half_of(builder: Any, address: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing, array, index):
+    """Fetches the cache line of an element into the second cache."""
+
+    def generate(context, builder, signature, args):
+        kind = signature.args[0]
+        address = builder.bitcast(emit_address(context, builder, kind, *args), ir.IntType(8).as_pointer())
+        function = ir.FunctionType(ir.VoidType(), [address.type, *[_INT] * 3])
+        zero, two, one = (ir.Constant(_INT, value) for value in (0, 2, 1))
+        builder.call(
+            cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), [address, zero, two, one]
+        )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
 def load_part(typing, array, index, count):
     """`count` numbers (at most 16) from `index` on, and +0 in the other lanes, whose memory is not touched."""
 
