@@ -34,7 +34,7 @@ CHAIN, BLOCKS, AMX = np.int64(0), np.int64(1), np.int64(2)
 
 
 def kind_of(rows: Tensor, weight: Tensor, width: int = 0) -> np.int64:
-    """How products of rows and a weight are summed. AMX needs an even `width`, since terms lie in pairs."""
+    """The kind of sum for products of rows and a weight. AMX needs an even `width`, since terms lie in pairs."""
     if rows.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         return CHAIN
     return AMX if HAS_AMX and width % 2 == 0 else BLOCKS
