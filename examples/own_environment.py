@@ -36,20 +36,20 @@ class Hints:
 
 def main(steps: int = 60, folder: str | None = None) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(folder or scratch)
-        write_tiny(place / "model")  # or any Hugging Face folder of a family that rlloop knows
+        root = Path(folder or scratch)
+        write_tiny(root / "model")  # or any Hugging Face folder of a family that rlloop knows
         rows = [{"prompt": f"{n}: {LETTERS[n % 3]}", "letter": LETTERS[n % 3]} for n in range(60)]
-        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         run = rlloop.train(
             "custom",
-            model={"path": place / "model"},
-            data={"path": place / "rows.jsonl"},
+            model={"path": root / "model"},
+            data={"path": root / "rows.jsonl"},
             task={"environment": {"_target_": "own_environment.Hints"}, "max_turns": 3},
             reward={"_target_": "rlloop.rewards.episode.episode_reward"},
             rollout={"max_tokens": 4, "num_prompts": 8, "group_size": 8},
             trainer={"num_steps": steps, "lr": 4e-3},
             eval={"num_draws": 30},
-            run={"dir": str(place / "run")},
+            run={"dir": str(root / "run")},
         )
         assert sum(line["tokens_different"] for line in run.certificate) == 0
         return run.columns("reward/mean")["reward/mean"][1:]

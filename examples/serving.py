@@ -30,14 +30,14 @@ def share(completions: list[str], **columns: list) -> list[float]:
 def main(steps: int = 40, folder: str | None = None) -> tuple[float, float]:
     """Returns the reward of the answers served before and after training."""
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(folder or scratch)
-        write_tiny(place / "model")  # or any Hugging Face folder of a family that rlloop knows
+        root = Path(folder or scratch)
+        write_tiny(root / "model")  # or any Hugging Face folder of a family that rlloop knows
         run = rlloop.GRPO(
-            place / "model", share, [{"prompt": f"letter {number}"} for number in range(40)],
+            root / "model", share, [{"prompt": f"letter {number}"} for number in range(40)],
             rollout={"max_tokens": 8, "num_prompts": 8, "group_size": 8}, eval={"num_draws": 10},
-            trainer={"num_steps": steps, "lr": 4e-3}, run={"dir": str(place / "run")},
+            trainer={"num_steps": steps, "lr": 4e-3}, run={"dir": str(root / "run")},
         ).train()  # fmt: skip
-        before, after = (ask(model) for model in (place / "model", run.best_checkpoint()))
+        before, after = (ask(model) for model in (root / "model", run.best_checkpoint()))
         print(f"reward of the answers served: {before:.3f} before training, {after:.3f} after")
         return before, after
 

@@ -27,17 +27,17 @@ GROUP, TOKENS, LR = 16, 6, 4e-3
 
 def main(steps: int = 60, folder: str | None = None) -> list[float]:
     with tempfile.TemporaryDirectory() as scratch:
-        place = Path(folder or scratch)
-        write_tiny(place / "model")  # or any Hugging Face folder of a family that rlloop knows
-        model = rlloop.load_model(place / "model")
-        ids = Tokenizer.from_file(str(place / "model/tokenizer.json")).get_vocab()
+        root = Path(folder or scratch)
+        write_tiny(root / "model")  # or any Hugging Face folder of a family that rlloop knows
+        model = rlloop.load_model(root / "model")
+        ids = Tokenizer.from_file(str(root / "model/tokenizer.json")).get_vocab()
         engines = [rlloop.Engine(model) for _ in range(ENGINES)]
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
         prompts = [[ids[letter]] for letter in LETTERS for _ in range(GROUP)]
         settings = {"engines": ENGINES, "lr": LR}
         with (
             ThreadPoolExecutor(ENGINES) as pool,
-            rlloop.Run(place / "run", settings, parity="require", engine=model.fingerprint()) as run,
+            rlloop.Run(root / "run", settings, parity="require", engine=model.fingerprint()) as run,
         ):
             for step in range(1, steps + 1):
                 completions = sample(pool, engines, prompts, step)

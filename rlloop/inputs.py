@@ -114,8 +114,8 @@ class ModelInput:
         counts = grids.prod(-1)
         if (grids[:, 0] != 1).any() or counts.sum() != len(pixels):
             raise ConfigError(f"image_grid_thw is {grids.tolist()} for {len(pixels)} patches of images of one frame")
-        parts = np.split(pixels, np.cumsum(counts)[:-1])
-        images = [Image(part, int(h), int(w)) for part, (_, h, w) in zip(parts, grids, strict=True)]
+        per_image = np.split(pixels, np.cumsum(counts)[:-1])
+        images = [Image(patches, int(h), int(w)) for patches, (_, h, w) in zip(per_image, grids, strict=True)]
         return cls.with_images(token_ids, np.flatnonzero(marked).tolist(), images)
 
     @classmethod
@@ -213,6 +213,6 @@ def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:
     return [prompt.token_ids if isinstance(prompt, ModelInput) else prompt for prompt in prompts]
 
 
-def as_model_input(given: ModelInput | Sequence[int]) -> ModelInput:
+def as_model_input(prompt: ModelInput | Sequence[int]) -> ModelInput:
     """A list of token ids as a `ModelInput`. Engines and scoring check the ids."""
-    return given if isinstance(given, ModelInput) else ModelInput.from_ids(given)
+    return prompt if isinstance(prompt, ModelInput) else ModelInput.from_ids(prompt)

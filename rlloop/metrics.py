@@ -112,11 +112,11 @@ _HALF_DECADES = tuple(10.0 ** (k / 2) for k in range(-12, 3))
 LOG_RATIO_EDGES = (*(-edge for edge in reversed(_HALF_DECADES)), *_HALF_DECADES)
 
 
-def merge(parts: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
+def merge(mappings: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:
     """One dictionary out of many; metrics of the same name are added."""
     merged: dict[str, Reduction] = {}
-    for part in parts:
-        for name, metric in part.items():
+    for mapping in mappings:
+        for name, metric in mapping.items():
             merged[name] = merged[name] + metric if name in merged else metric
     return merged
 

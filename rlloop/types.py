@@ -23,9 +23,9 @@ def _whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)  # numpy's too
 
 
-def is_ids(given: Any) -> bool:
+def is_ids(value: Any) -> bool:
     """True for a flat list of whole numbers. A tensor would truncate other numbers silently."""
-    array = np.asarray(given)
+    array = np.asarray(value)
     return array.ndim == 1 and (array.dtype.kind in "iu" or not len(array))
 
 
@@ -113,16 +113,16 @@ class Alternatives:
     logprobs: np.ndarray  # [T, k] float32, of the distribution sampled from; −inf for impossible tokens
     raw_logprobs: np.ndarray  # [T, k] float32, at temperature 1 without truncation
 
-    def __getitem__(self, places: slice) -> Alternatives:
-        return Alternatives(self.token_ids[places], self.logprobs[places], self.raw_logprobs[places])
+    def __getitem__(self, positions: slice) -> Alternatives:
+        return Alternatives(self.token_ids[positions], self.logprobs[positions], self.raw_logprobs[positions])
 
     @classmethod
-    def joined(cls, parts: Sequence[Alternatives]) -> Alternatives | None:
-        """Concatenated; None for no parts."""
-        if not parts:
+    def joined(cls, chunks: Sequence[Alternatives]) -> Alternatives | None:
+        """Concatenated; None for no chunks."""
+        if not chunks:
             return None
         names = ("token_ids", "logprobs", "raw_logprobs")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        return cls(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names))
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Part:
     raw_logprobs: np.ndarray  # [T] float32
     alternatives: Alternatives | None = None
 
-    def __getitem__(self, places: slice) -> Part:
-        more = None if self.alternatives is None else self.alternatives[places]
-        return Part(self.token_ids[places], self.logprobs[places], self.raw_logprobs[places], more)
+    def __getitem__(self, positions: slice) -> Part:
+        more = None if self.alternatives is None else self.alternatives[positions]
+        return Part(self.token_ids[positions], self.logprobs[positions], self.raw_logprobs[positions], more)
 
 
 NOTHING = Part([], np.zeros(0, np.float32), np.zeros(0, np.float32))

@@ -57,7 +57,7 @@ class Problem:
 
 @functools.cache
 def problems() -> tuple[Problem, ...]:
-    made = []
+    accepted = []
     for a, b, c in ((a, b, c) for a in OPERANDS for b in OPERANDS for c in OPERANDS):
         for left, right in ((left, right) for left in SIGNS for right in SIGNS):
             if right == "*" and left != "*":
@@ -69,8 +69,8 @@ def problems() -> tuple[Problem, ...]:
             name, x, y = calls[1]
             answer = TOOLS[name](x, y)
             if min(inner, answer) >= 0 and max(inner, answer) <= LARGEST:
-                made.append(Problem(f"calculate {a} {left} {b} {right} {c}", calls, answer))
-    return tuple(made)
+                accepted.append(Problem(f"calculate {a} {left} {b} {right} {c}", calls, answer))
+    return tuple(accepted)
 
 
 class Calculator:

@@ -170,7 +170,7 @@ def digest(task: Countdown) -> str:
         settings["device"] = torch.cuda.get_device_name(task.warm_start.device)
     if settings["dtype"] == "float32":
         del settings["dtype"]
-    parts = {
+    inputs = {
         "format": FORMAT,
         "model": _config(task),
         "settings": settings,
@@ -180,7 +180,7 @@ def digest(task: Countdown) -> str:
         "numerics": new_model(_config(task), task.warm_start.seed).fingerprint(),
         "torch": torch.__version__,
     }
-    return blake3(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest(length=10)
+    return blake3(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest(length=10)
 
 
 def _demonstrations(task: Countdown) -> list[Demonstration]:

@@ -53,18 +53,18 @@ class DataSection:
                 raise ConfigError(f"data.{key} is {getattr(self, key)!r}; it must be {allowed}")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> DataSection:
+    def of(cls, config: Mapping[str, Any]) -> DataSection:
         known = cls.__dataclass_fields__
-        if unknown := [key for key in given if key not in known]:
+        if unknown := [key for key in config if key not in known]:
             raise ConfigError(f"there is no key data.{unknown[0]}; there are {', '.join(known)}")
-        return cls(**given)
+        return cls(**config)
 
     @classmethod
-    def several(cls, given: Mapping[str, Any]) -> dict[str, DataSection]:
+    def several(cls, config: Mapping[str, Any]) -> dict[str, DataSection]:
         """By name the sections of `data.mix`, each with the keys of `data` that it does not set; one, named "", where
         nothing is mixed. `weight` is left out: `rlloop.recipes.custom.mixture`."""
-        shared = {key: value for key, value in given.items() if key != "mix"}
-        mix = given.get("mix")
+        shared = {key: value for key, value in config.items() if key != "mix"}
+        mix = config.get("mix")
         if not mix:
             return {"": cls.of(shared)}
         if shared.get("path") is not None:

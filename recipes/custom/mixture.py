@@ -27,16 +27,16 @@ class Curriculum:
     start: float = 0.1
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Curriculum:
+    def of(cls, config: Mapping[str, Any]) -> Curriculum:
         try:
-            made = cls(**given)
+            curriculum = cls(**config)
         except TypeError as error:
-            raise ConfigError(f"data.curriculum is {dict(given)!r}; it takes key, steps and start: {error}") from None
-        if made.steps < 1 or not 0 < made.start <= 1:
+            raise ConfigError(f"data.curriculum is {dict(config)!r}; it takes key, steps and start: {error}") from None
+        if curriculum.steps < 1 or not 0 < curriculum.start <= 1:
             raise ConfigError(
-                f"data.curriculum is {dict(given)!r}; steps must be at least 1, start above 0 and at most 1"
+                f"data.curriculum is {dict(config)!r}; steps must be at least 1, start above 0 and at most 1"
             )
-        return made
+        return curriculum
 
     def open(self, step: int, size: int) -> int:
         """Number of rows, of `size` in ascending order, that step `step` (from 1) may draw from."""
@@ -59,20 +59,20 @@ class Source:
         return float(np.interp(step, steps, weights))
 
 
-def weights_of(name: str, given: Any) -> list[tuple[int, float]]:
+def weights_of(name: str, value: Any) -> list[tuple[int, float]]:
     """`weight` of a source: a number, or [[step, number], ...] with ascending steps. Raises `ConfigError`."""
-    points = [(0, given)] if isinstance(given, int | float) else given
+    points = [(0, value)] if isinstance(value, int | float) else value
     try:
-        made = [(int(step), float(weight)) for step, weight in points]
+        schedule = [(int(step), float(weight)) for step, weight in points]
     except (TypeError, ValueError):
-        made = []
-    steps = [step for step, _ in made]
-    if not made or steps != sorted(set(steps)) or min(weight for _, weight in made) < 0:
+        schedule = []
+    steps = [step for step, _ in schedule]
+    if not schedule or steps != sorted(set(steps)) or min(weight for _, weight in schedule) < 0:
         raise ConfigError(
-            f"data.mix.{name}.weight is {given!r:.80}; it must be a number of 0 or more, or [[step, number], ...] with "
+            f"data.mix.{name}.weight is {value!r:.80}; it must be a number of 0 or more, or [[step, number], ...] with "
             "ascending steps, linear in between"
         )
-    return made
+    return schedule
 
 
 class Mixture:
@@ -97,8 +97,8 @@ class Mixture:
         """(source, row) of each of the `count` prompts of step `step`, from 1."""
         before, after = self._totals(step, count)
         chosen = [
-            (place, self._row(place, step, position))
-            for place, (first, end) in enumerate(zip(before.tolist(), after.tolist(), strict=True))
+            (source_index, self._row(source_index, step, position))
+            for source_index, (first, end) in enumerate(zip(before.tolist(), after.tolist(), strict=True))
             for position in range(first, end)
         ]
         if len(self.sources) == 1:
@@ -118,20 +118,22 @@ class Mixture:
             taken = np.where(shares > 0, np.maximum(np.floor(due), 0), 0).astype(np.int64)
             while (left := count - int(taken.sum())) != 0:
                 rest = np.where(shares > 0, due - taken, -np.inf)
-                place = int(np.argmax(rest) if left > 0 else np.argmin(np.where(taken > 0, rest, np.inf)))
-                taken[place] += 1 if left > 0 else -1
+                source_index = int(np.argmax(rest) if left > 0 else np.argmin(np.where(taken > 0, rest, np.inf)))
+                taken[source_index] += 1 if left > 0 else -1
             self._drawn.append(drawn + taken)
         return self._drawn[step - 1], self._drawn[step]
 
-    def _row(self, place: int, step: int, position: int) -> int:
+    def _row(self, source_index: int, step: int, position: int) -> int:
         """The row that a source gives as its `position`-th."""
-        source, names = self.sources[place], () if len(self.sources) == 1 else (2, place)
+        source, names = self.sources[source_index], () if len(self.sources) == 1 else (2, source_index)
         if source.curriculum is not None:
             assert source.by_difficulty is not None
             limit = source.curriculum.open(step, source.size)
-            return int(source.by_difficulty[np.random.default_rng((self.seed, 3, place, position)).integers(limit)])
+            return int(
+                source.by_difficulty[np.random.default_rng((self.seed, 3, source_index, position)).integers(limit)]
+            )
         epoch, at = divmod(position, source.size)
-        if (known := self._orders.get(place)) is None or known[0] != epoch:
+        if (known := self._orders.get(source_index)) is None or known[0] != epoch:
             order = np.random.default_rng((self.seed, epoch, *names)).permutation(source.size)
-            known = self._orders[place] = epoch, order
+            known = self._orders[source_index] = epoch, order
         return int(known[1][at])

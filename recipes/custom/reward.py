@@ -13,7 +13,7 @@ def exact_match(prompt: str, completion: str, example: Example, answer_key: str 
     if answer_key not in example.data:
         raise KeyError(f"row {example.id} has no field {answer_key!r}; it has {', '.join(example.data)}")
     lines = completion.strip().splitlines()
-    given, expected = (
+    answer, expected = (
         " ".join(text.lower().split()) for text in (lines[-1] if lines else "", str(example.data[answer_key]))
     )
-    return RewardResult(float(given == expected), given == expected, {"answered": float(bool(lines))})
+    return RewardResult(float(answer == expected), answer == expected, {"answered": float(bool(lines))})

@@ -97,31 +97,31 @@ class Given:
     def _prompt_key(self, data: Mapping[str, Any]) -> str:
         return str(data.get("prompt_key", "prompt"))
 
-    def _example(self, section: DataSection, row: Row, where: str, given: bool) -> Example:
+    def _example(self, section: DataSection, row: Row, where: str, training: bool) -> Example:
         """Raises `ConfigError` naming the row."""
         content = row[section.prompt_key]
         if is_messages(content) and content[-1]["role"] == "assistant" and self.kind == "demonstrations":
-            return self._talk(row_id(row, section.id_key), list(content), section.system, where, given)
+            return self._talk(row_id(row, section.id_key), list(content), section.system, where, training)
         if not isinstance(content, str) and not is_messages(content):
             raise ConfigError(f"{where}: {section.prompt_key} is {content!r:.60}; it must be text or messages")
         text, ids = self.chat.prompt(cast("str | list[Any]", content), section.system)
-        made: dict[str, Any] = {}
+        completions: dict[str, Any] = {}
         for name in FIELDS[self.kind]:
             answer = row.get(name)
             if not isinstance(answer, str) or not answer:
                 raise ConfigError(f"{where}: {name} is {answer!r:.60}; it must be text, for task.kind={self.kind}")
             tokens = [*self.chat.ids(answer), self._end]
-            made[name] = {"ids": tokens, "turns": [[0, len(tokens)]]}
+            completions[name] = {"ids": tokens, "turns": [[0, len(tokens)]]}
             if self.kind == "verdicts":
-                made[name] = {"ids": [*tokens, self._verdict], "turns": [[len(tokens), len(tokens) + 1]]}
-            self._check_room(len(ids) + len(made[name]["ids"]), where)
+                completions[name] = {"ids": [*tokens, self._verdict], "turns": [[len(tokens), len(tokens) + 1]]}
+            self._check_room(len(ids) + len(completions[name]["ids"]), where)
         answer = row[FIELDS[self.kind][0]]
-        data: dict[str, Any] = {"answer": answer, "given": made} if given else {"answer": answer}
-        if not given and self.kind == "verdicts":
-            data["compared"] = made
+        data: dict[str, Any] = {"answer": answer, "given": completions} if training else {"answer": answer}
+        if not training and self.kind == "verdicts":
+            data["compared"] = completions
         return Example(row_id(row, section.id_key), ids, text if not isinstance(content, str) else content, data)
 
-    def _talk(self, id: str, messages: list[Any], system: str | None, where: str, given: bool) -> Example:
+    def _talk(self, id: str, messages: list[Any], system: str | None, where: str, training: bool) -> Example:
         """A conversation: its prompt is what stands before the first assistant turn, and every such turn is trained."""
         first = next(at for at, each in enumerate(messages) if each["role"] == "assistant")
         text, ids = self.chat.prompt(messages[:first], system)
@@ -142,7 +142,7 @@ class Given:
             tokens += written
         self._check_room(len(ids) + len(tokens), where)
         data: dict[str, Any] = {"answer": str(messages[first]["content"])}
-        if given:
+        if training:
             data["given"] = {"completion": {"ids": tokens, "turns": turns}}
         return Example(id, ids, text, data)
 
@@ -161,8 +161,8 @@ class GivenPlayer:
         self.task, self._sampled = task, SingleTurn(task, vocabulary)
 
     def play(self, engine: Engine, examples: Sequence[Example], sampling: Sequence[SamplingParams]) -> list[Played]:
-        given = bool(examples) and not {"given", "compared"}.isdisjoint(examples[0].data)
-        if not given:
+        has_completions = bool(examples) and not {"given", "compared"}.isdisjoint(examples[0].data)
+        if not has_completions:
             return self._sampled.play(engine, examples, sampling)
         score = getattr(engine, "score", None)
         if score is None:
@@ -176,9 +176,9 @@ class GivenPlayer:
             if "compared" in example.data:
                 played.append(self._compared(score, engine.policy_version, example, params))
                 continue
-            place = seen[example.id] % len(names)
+            index = seen[example.id] % len(names)
             seen[example.id] += 1
-            played.append(self._scored(score, engine.policy_version, example, names[place], params))
+            played.append(self._scored(score, engine.policy_version, example, names[index], params))
         return played
 
     def close(self) -> None:
@@ -197,8 +197,8 @@ class GivenPlayer:
     def _scored(
         self, score: Any, version: int, example: Example, name: str, params: SamplingParams, key: str = "given"
     ) -> Played:
-        given = example.data[key][name]
-        ids, turns = list(given["ids"]), tuple((start, end) for start, end in given["turns"])
+        recorded = example.data[key][name]
+        ids, turns = list(recorded["ids"]), tuple((start, end) for start, end in recorded["turns"])
         logprobs = score([*example.prompt_ids, *ids]).logprobs  # of all tokens but the first
         written = np.array([index for start, end in turns for index in range(start, end)])
         values = logprobs[len(example.prompt_ids) - 1 + written]

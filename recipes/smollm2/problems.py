@@ -48,16 +48,16 @@ def write_problems(folder: Path, demonstrations: int = 2000, problems: int = 800
         if len(rows[side]) < wanted[side]:
             rows[side][row["prompt"]] = row
     folder.mkdir(parents=True, exist_ok=True)
-    for name, made in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made.values()))
+    for name, by_prompt in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in by_prompt.values()))
 
 
 def reward(prompt: str, completion: str, example: Example) -> RewardResult:
     """1 for the right answer in its tags, 0.1 for another number there, 0 without."""
-    found, known = ANSWER.findall(completion), str(example.data["answer"])
+    answers, known = ANSWER.findall(completion), str(example.data["answer"])
     expected = (ANSWER.findall(known) or [known])[-1]  # of a demonstration, the whole of it is known
-    right = bool(found) and found[-1] == expected
-    return RewardResult(1.0 if right else 0.1 * bool(found), right, {"answered": float(bool(found))})
+    right = bool(answers) and answers[-1] == expected
+    return RewardResult(1.0 if right else 0.1 * bool(answers), right, {"answered": float(bool(answers))})
 
 
 def main() -> int:

@@ -74,7 +74,7 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
             raise ConfigError(
                 f"correction {name} is {args!r}; it must be a mapping of its arguments, as {{{name}: {{}}}}"
             )
-    parts = [
+    functions = [
         resolve(args, f"algorithm.correction.{name}", ("batch",))
         if args and "_target_" in args
         else _get("correction", CORRECTIONS, name, dict(args or {}))
@@ -86,7 +86,7 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
             f"corrections {' and '.join(weighing)} both weigh tokens by the ratio, which counts it twice; keep one of "
             "them (mask and veto combine with any)"
         )
-    return lambda batch: reduce(mul, [part(batch) for part in parts])
+    return lambda batch: reduce(mul, [function(batch) for function in functions])
 
 
 def loss_for(algorithm: AlgorithmConfig) -> Loss:

@@ -94,14 +94,14 @@ def _create_model(service: TrainingService, context: Context, command: Command, 
     body = requests.decoded(command.body, requests.CreateModel)
     _check_base(body.base_model, context)
     _check_optimizer(body.optimizer_config)
-    made = service.create_model(
+    future = service.create_model(
         lora=None if body.lora_config is None else body.lora_config.config(),
         model_id=context.model_id,
         parity=_parity(body.user_metadata, context),
         user_metadata=texts(body.user_metadata),
         owner=context.client,
     )
-    return Call(made, lambda _: result(type="create_model", model_id=context.model_id))
+    return Call(future, lambda _: result(type="create_model", model_id=context.model_id))
 
 
 def _load_weights(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
@@ -135,14 +135,14 @@ def _forward_backward(service: TrainingService, context: Context, command: Comma
         spans = [(PromptProvenanceSpan(sequence_id="-", length=length),) for length in lengths]
         body.data[0] = first.with_provenance(*spans)
     call = service.forward if body.forward_only else service.forward_backward
-    made = call(context.model_id, body.data, body.loss_fn, body.loss_fn_config)
+    future = call(context.model_id, body.data, body.loss_fn, body.loss_fn_config)
 
     def encode(output: ForwardBackwardOutput) -> Outcome:
         if compared is not None:
             output = replace(output, metrics={**output.metrics, **compared})
         return Outcome(wire.encode_output(output), PROTOBUF, metrics=output.metrics)
 
-    return Call(made, encode, checked=any(datum.provenance is not None for datum in body.data))
+    return Call(future, encode, checked=any(datum.provenance is not None for datum in body.data))
 
 
 def _optim_step(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
@@ -167,7 +167,7 @@ def _save_weights(service: TrainingService, context: Context, command: Command, 
         ttl_seconds=requests.checked_ttl(body.ttl_seconds),
         user_metadata=body.user_metadata,
     )
-    return Call(saved, lambda made: result(type="save_weights", path=made.path), kept=True)
+    return Call(saved, lambda response: result(type="save_weights", path=response.path), kept=True)
 
 
 def _save_for_sampler(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
@@ -185,7 +185,7 @@ def _save_for_sampler(service: TrainingService, context: Context, command: Comma
     )
     return Call(
         saved,
-        lambda made: result(type="save_weights_for_sampler", path=made.path, sampling_session_id=sampler),
+        lambda response: result(type="save_weights_for_sampler", path=response.path, sampling_session_id=sampler),
         kept=name is not None,
     )
 
@@ -197,7 +197,9 @@ def _save_external(service: TrainingService, context: Context, command: Command,
     saved = service.save_weights_for_sampler(
         context.model_id, EXTERNAL + _name(body.path), ttl_seconds=requests.checked_ttl(body.ttl_seconds)
     )
-    return Call(saved, lambda made: result(type="save_weights_external", path=public_path(made.path or "")), kept=True)
+    return Call(
+        saved, lambda response: result(type="save_weights_external", path=public_path(response.path or "")), kept=True
+    )
 
 
 _KINDS: dict[str, Callable[[TrainingService, Context, Command, Replayed], Call]] = {

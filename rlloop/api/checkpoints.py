@@ -125,12 +125,12 @@ class Checkpoints:
 
     async def _weights_info(self, request: Request, client: Client, body: bytes) -> Response:
         path = self.sessions.path_for(client.name, decoded(body, requests.Path).tinker_path, None)
-        found = next(each for each in self.core.service.checkpoints(_run_of(path)) if each.tinker_path == path)
-        lora = found.lora
+        checkpoint = next(each for each in self.core.service.checkpoints(_run_of(path)) if each.tinker_path == path)
+        lora = checkpoint.lora
         return JSONResponse(
             {
                 "base_model": self.core.settings.model_name,
-                "is_lora": found.is_lora,
+                "is_lora": checkpoint.is_lora,
                 "lora_rank": None if lora is None else lora.rank,
                 "train_unembed": None if lora is None else lora.train_unembed,
                 "train_mlp": None if lora is None else lora.train_mlp,

@@ -110,7 +110,7 @@ class Core:
 
     def when_done(
         self,
-        made: Made[Any],
+        future: Made[Any],
         encode: Callable[[Any], Outcome],
         settle: Callable[[Outcome], Any],
         *,
@@ -121,7 +121,7 @@ class Core:
 
         def complete() -> None:
             try:
-                outcome = encode(made.result())
+                outcome = encode(future.result())
             except BaseException as error:
                 if not isinstance(error, RlloopError):
                     log.error("a request failed in the server", exc_info=error)
@@ -129,7 +129,7 @@ class Core:
             assert self.loop is not None
             self.loop.call_soon_threadsafe(settle, outcome)
 
-        made.add_done_callback(lambda _: complete() if small else self.threads.submit(complete))
+        future.add_done_callback(lambda _: complete() if small else self.threads.submit(complete))
 
     def close(self) -> None:
         for task in list(self._tasks):

@@ -35,13 +35,13 @@ class Keys:
     def client_of(self, headers: Mapping[str, str]) -> Client | None:
         """The client that sends these headers; None without a valid key."""
         key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        found = None
+        sender = None
         for known, client in self._clients.items():  # compares every key, for constant time
             if hmac.compare_digest(known.encode(), key.encode(errors="replace")):
-                found = client
-        if found is None and self._open and key.startswith(PREFIX):
+                sender = client
+        if sender is None and self._open and key.startswith(PREFIX):
             return Client(hashlib.blake2b(key.encode(), digest_size=6).hexdigest(), operator=True)
-        return found
+        return sender
 
 
 def read_keys(file: Path | None) -> Keys:

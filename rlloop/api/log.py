@@ -80,8 +80,8 @@ class Replay:
     @property
     def commands(self) -> list[Command]:
         """Commands in order of their numbers, without duplicates."""
-        found = {record.seq_id: record for record in self.records if isinstance(record, Command)}
-        return [found[seq_id] for seq_id in sorted(found)]
+        commands = {record.seq_id: record for record in self.records if isinstance(record, Command)}
+        return [commands[seq_id] for seq_id in sorted(commands)]
 
     @property
     def results(self) -> dict[int, Result]:

@@ -143,10 +143,10 @@ class Trained:
 
     def _restore(self, state: State) -> None:
         service = self.core.service
-        made = service.create_model_from(
+        future = service.create_model_from(
             state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity, owner=self.client
         )
-        made.add_done_callback(lambda done: self._created(done.exception()))
+        future.add_done_callback(lambda done: self._created(done.exception()))
         self._restored = set(state.samplers)
         for sampler in state.samplers:
             again = service.create_sampler(state.path, sampler=sampler)

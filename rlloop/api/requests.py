@@ -171,7 +171,7 @@ class Tensor(Body):
             raise ConfigError(f"{where} has dtype {self.dtype!r}; float32 and int64 are possible")
         values = np.asarray(self.data, dtype)
         if self.sparse_crow_indices is not None:
-            rows, columns = (np.asarray(part or [], np.int64) for part in
+            rows, columns = (np.asarray(indices or [], np.int64) for indices in
                              (self.sparse_crow_indices, self.sparse_col_indices))  # fmt: skip
             return dense_of(where, values, rows, columns, shape=self.shape or (), fill=fill)
         try:

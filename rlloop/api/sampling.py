@@ -59,7 +59,7 @@ class SamplingSession:
         forgotten."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (found := self._done.get(copy, (0, []))) and found[0] + len(found[1]) <= cursor:
+                while (done := self._done.get(copy, (0, []))) and done[0] + len(done[1]) <= cursor:
                     await self._news.wait()
         forgotten, ids = self._done.get(copy, (0, []))
         if 0 <= cursor - forgotten <= len(ids):  # a cursor of before a restart names nothing here: all are new
@@ -125,7 +125,7 @@ class Samples:
             settle(failed(session.error, "user"))
             return
         try:
-            made = await asyncio.get_running_loop().run_in_executor(
+            sample_future = await asyncio.get_running_loop().run_in_executor(
                 self.core.threads, self._sample, session, body, future.request_id
             )
         except Exception as error:
@@ -133,7 +133,7 @@ class Samples:
                 log.error("a sample failed in the server", exc_info=error)
             settle(failure(error))
             return
-        self.core.when_done(made, encoded, settle)
+        self.core.when_done(sample_future, encoded, settle)
 
     def _sample(self, session: SamplingSession, body: requests.Sample, request_id: str):
         targets = None

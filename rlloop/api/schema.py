@@ -101,8 +101,8 @@ def _add_message(target: DescriptorProto, body: str, enums: set[str]) -> None:
 def _add_map(target: DescriptorProto, field: FieldDescriptorProto, kind: str, enums: set[str]) -> None:
     entry = target.nested_type.add(name=f"{field.name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
-    for number, (part, type_) in enumerate(zip(("key", "value"), kind[4:-1].split(", "), strict=True), 1):
-        _set_type(entry.field.add(name=part, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL), type_, enums)
+    for number, (member, type_) in enumerate(zip(("key", "value"), kind[4:-1].split(", "), strict=True), 1):
+        _set_type(entry.field.add(name=member, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL), type_, enums)
     field.label, field.type = FieldDescriptorProto.LABEL_REPEATED, FieldDescriptorProto.TYPE_MESSAGE
     field.type_name = f".{PACKAGE}.{target.name}.{entry.name}"
 

@@ -274,8 +274,8 @@ class ApiServer:
         if asked.model_path is None and asked.base_model is None:
             raise Refused(422, "create_sampling_session has neither a model_path nor a base_model; give one")
         target = Target(asked.base_model or self.core.settings.model_name, asked.model_path)
-        made = session.create_sampling(asked.sampling_session_seq_id, target)
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": made.id})
+        sampling = session.create_sampling(asked.sampling_session_seq_id, target)
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampling.id})
 
     async def _join_sampling_session(self, request: Request, client: Client, body: bytes) -> Response:
         _, sampling = self.sessions.sampling(decoded(body, requests.JoinSampling).sampling_session_id, client)

@@ -131,9 +131,9 @@ class Session:
         except ConfigError as error:  # it was deleted while the server did not run
             loaded(error)
             return
-        made = self.core.service.create_sampler(path, sampler=session.id)
+        future = self.core.service.create_sampler(path, sampler=session.id)
         loop = asyncio.get_running_loop()
-        made.add_done_callback(lambda done: loop.call_soon_threadsafe(loaded, done.exception()))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(loaded, done.exception()))
 
     def _sampler_made(self, sampling_id: str, error: str | None) -> None:
         session = self.sampling.get(int(sampling_id.rpartition(":")[2]))
@@ -166,7 +166,7 @@ class Session:
             target = msgspec.json.decode(file.read_bytes(), type=Target)
             self.sampling[int(file.stem)] = SamplingSession(f"{self.id}:sample:{file.stem}", target)
         count = 0
-        made = set[str]()
+        sampler_ids = set[str]()
         for file in (self.folder / "losses").glob("*.json"):
             self.core.service.create_custom_loss(*requests.decoded(file.read_bytes(), requests.CreateLoss).loss())
         for folder in sorted((self.folder / "models").glob("*"), key=lambda folder: int(folder.name)):
@@ -181,9 +181,9 @@ class Session:
                 log.warning("%s: %d bytes at its end were not acknowledged and are dropped", folder,
                             model.log.replay.dropped)  # fmt: skip
             count += model.replay()
-            made.update(model.samplers_to_come())
+            sampler_ids.update(model.samplers_to_come())
         for session in self.sampling.values():
-            if session.target.model_id is not None and session.id not in made:
+            if session.target.model_id is not None and session.id not in sampler_ids:
                 session.error = (
                     f"the weights of {session.id} were not on disk when the server stopped; "
                     "save weights for a sampler again"

@@ -101,12 +101,12 @@ def _datum(where: str, datum: Any, provenance: bool) -> Datum:
 
 def _spans(spans: Any) -> Spans:
     kinds = {"prompt_tokens": PromptProvenanceSpan, "sampled_tokens": SampledProvenanceSpan}
-    found = []
+    provenance_spans = []
     for span in spans:
         kind = span.WhichOneof("span") or "prompt_tokens"
         run = getattr(span, kind)
-        found.append(kinds[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length))
-    return tuple(found)
+        provenance_spans.append(kinds[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length))
+    return tuple(provenance_spans)
 
 
 def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
@@ -125,7 +125,7 @@ def decode_tensor(where: str, tensor: Any) -> np.ndarray:
         array = _array(where, tensor.dense, dtype).copy()  # not the message's own bytes, which cannot be written
         return _shaped(where, array, shape) if shape else array
     csr = tensor.sparse_csr
-    indices = (_array(where, part, np.dtype("<i8")) for part in (csr.crow_indices, csr.col_indices))
+    indices = (_array(where, data, np.dtype("<i8")) for data in (csr.crow_indices, csr.col_indices))
     return dense_of(where, _array(where, csr.values, dtype), *indices, shape=shape, fill=0)
 
 

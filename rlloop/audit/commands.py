@@ -95,7 +95,7 @@ def _fetched(path: str, stored: Path, own: Path) -> str:
     """A checkpoint's path, after its files were copied to where the replay's service finds them."""
     path = service_path(path)
     name = path.removeprefix("tinker://")
-    for source, target in ((stored / part, own / part) for part in (name, f"{name}.json")):
+    for source, target in ((stored / entry, own / entry) for entry in (name, f"{name}.json")):
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)

@@ -84,9 +84,9 @@ class Files:
         if engine is not None and any(row.engine != engine for row in rows):
             problems.append(f"{step.name}: its engine is not the one certified")
         if line.versions is not None:
-            made = Counter(str(each) for row in trained for each in as_sample(row).completion.token_versions)
-            if made != line.versions:
-                problems.append(f"{step.name}: its tokens are of {dict(made)}, and {line.versions} are certified")
+            versions = Counter(str(each) for row in trained for each in as_sample(row).completion.token_versions)
+            if versions != line.versions:
+                problems.append(f"{step.name}: its tokens are of {dict(versions)}, and {line.versions} are certified")
         wrong = [] if self.run.is_own else [row.uid for row in trained if row.policy_version != line.version]
         if wrong and line.versions is None:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")

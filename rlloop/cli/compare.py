@@ -28,9 +28,9 @@ def main(arguments: Sequence[str]) -> int:
         "-o", "--output", type=Path, metavar="FILE",
         help="also write a report: .html (plus its pictures and data in files of the same name), or .png (curves only)",
     )  # fmt: skip
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     from rlloop.study.compare import compare
 
-    compare(given.runs, given.output)
+    compare(args.runs, args.output)
     return 0

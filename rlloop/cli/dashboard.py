@@ -39,37 +39,37 @@ Prometheus scrapes /metrics with the token as its bearer: authorization: {creden
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = _parser().parse_args(arguments)
-    if given.wandb is not None:
+    args = _parser().parse_args(arguments)
+    if args.wandb is not None:
         from rlloop.dashboard.workspace import save
 
-        print(save(given.wandb))
+        print(save(args.wandb))
         return 0
-    if given.demo and given.runs is not None:
-        raise ConfigError(f"--demo shows recorded runs, {given.runs} other ones; give only one of the two")
-    if given.runs is None and not given.demo and given.api is None:
+    if args.demo and args.runs is not None:
+        raise ConfigError(f"--demo shows recorded runs, {args.runs} other ones; give only one of the two")
+    if args.runs is None and not args.demo and args.api is None:
         raise ConfigError("name a folder of runs, as in `rlloop dashboard runs`, or use --demo or --api")
     for package in ("starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the dashboard needs the package {package}: pip install 'rlloop[dashboard]'")
-    if given.runs is not None and not given.runs.is_dir():
-        problem = "is a file" if given.runs.exists() else "does not exist"
-        raise ConfigError(f"{given.runs} {problem}; name a folder that contains runs, or one run's folder")
-    conditions = [Condition.parse(text) for text in given.alert]
-    if bool(conditions) != (given.webhook is not None):
+    if args.runs is not None and not args.runs.is_dir():
+        problem = "is a file" if args.runs.exists() else "does not exist"
+        raise ConfigError(f"{args.runs} {problem}; name a folder that contains runs, or one run's folder")
+    conditions = [Condition.parse(text) for text in args.alert]
+    if bool(conditions) != (args.webhook is not None):
         raise ConfigError("--alert and --webhook belong together: a condition, and where to post it")
     if conditions:
-        check_webhook(given.webhook)
+        check_webhook(args.webhook)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # shut down as with Ctrl-C
     with ExitStack() as stack:
         note = ""
-        if given.demo:
+        if args.demo:
             from rlloop.dashboard.demo import recorded_runs
 
-            given.runs, note = stack.enter_context(recorded_runs())
-        elif given.runs is None:
-            given.runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-no-runs-")))
-        return _serve(given, note)
+            args.runs, note = stack.enter_context(recorded_runs())
+        elif args.runs is None:
+            args.runs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-no-runs-")))
+        return _serve(args, note)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,49 +102,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _api_key(given: argparse.Namespace) -> str | None:
+def _api_key(args: argparse.Namespace) -> str | None:
     """The first word of the key's file, which may be the API's own file of keys; else RLLOOP_API_KEY."""
-    if given.api_key_file is None:
+    if args.api_key_file is None:
         return os.environ.get("RLLOOP_API_KEY") or None
     try:
-        lines = [line.partition("#")[0].split() for line in given.api_key_file.read_text().splitlines()]
+        lines = [line.partition("#")[0].split() for line in args.api_key_file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key's file {given.api_key_file} cannot be read: {error}") from None
+        raise ConfigError(f"the key's file {args.api_key_file} cannot be read: {error}") from None
     operators = [words for words in lines if "operator" in words[2:]] or [words for words in lines if words]
     if not operators:
-        raise ConfigError(f"the key's file {given.api_key_file} holds no key")
+        raise ConfigError(f"the key's file {args.api_key_file} holds no key")
     return operators[0][0]
 
 
-def _serve(given: argparse.Namespace, note: str) -> int:
+def _serve(args: argparse.Namespace, note: str) -> int:
     from rlloop.dashboard.live import Dashboard
     from rlloop.dashboard.server import make_app
     from rlloop.dashboard.training_api import TrainingApi
     from rlloop.web.server import Listen, is_loopback, serve
 
-    token = given.token or secrets.token_urlsafe(24)
-    listen = Listen(given.host, given.port, token, browser=True, names=tuple(given.allow_host))
-    dashboard = Dashboard(
-        given.runs, note=note, api=None if given.api is None else TrainingApi(given.api, _api_key(given))
-    )
+    token = args.token or secrets.token_urlsafe(24)
+    listen = Listen(args.host, args.port, token, browser=True, names=tuple(args.allow_host))
+    dashboard = Dashboard(args.runs, note=note, api=None if args.api is None else TrainingApi(args.api, _api_key(args)))
 
     def announce(url: str) -> None:
         address, count = f"{url}/?token={token}", len(dashboard.runs.find())
         runs = "1 run" if count == 1 else f"{count} runs"
-        print(f"{runs} in {given.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
-        if not is_loopback(given.host):
+        print(f"{runs} in {args.runs}\n\n  {address}\n\nCtrl-C ends it.", flush=True)
+        if not is_loopback(args.host):
             print(
-                f"It listens on {given.host} without encryption: anyone who can read the network traffic can read the "
+                f"It listens on {args.host} without encryption: anyone who can read the network traffic can read the "
                 "token. A tunnel (ssh -L) or a proxy with TLS is safer.",
                 file=sys.stderr,
             )
-        if given.open:
+        if args.open:
             webbrowser.open(address)
 
-    if given.alert:
+    if args.alert:
         from rlloop.dashboard.watch import Watch
 
-        Watch(dashboard.runs, given.webhook, [Condition.parse(text) for text in given.alert]).start()
+        Watch(dashboard.runs, args.webhook, [Condition.parse(text) for text in args.alert]).start()
     with suppress(KeyboardInterrupt):
         serve(make_app(dashboard), listen, announce, dashboard.close)  # open event streams would delay the shutdown
     return 0

@@ -26,14 +26,14 @@ def main(arguments: Sequence[str]) -> int:
         "--bfloat16", action="store_true",
         help="round float32 to bfloat16 first: checkpoints are float32, engines of model.dtype=bfloat16 get bfloat16",
     )  # fmt: skip
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     from rlloop.cli.delta_size import Sizes, compare, describe, read_pair, version_bytes
 
-    old, new = read_pair(given.old, given.new, given.bfloat16)
+    old, new = read_pair(args.old, args.new, args.bfloat16)
     total = Sizes()
     for name, tensor in compare(old, new):
-        if given.tensors:
+        if args.tensors:
             changed = 100 * tensor.changed / max(1, tensor.elements)
             print(f"{name}: {tensor.full:,} bytes, {changed:.3g}% changed, {tensor.delta:,} bytes of delta")
         total += tensor

@@ -80,9 +80,9 @@ def _bits(steps: np.ndarray) -> float:
     total, n = len(steps), len(changed)
     if n == 0:
         return 0.0
-    places = (math.lgamma(total + 1) - math.lgamma(n + 1) - math.lgamma(total - n + 1)) / math.log(2)
+    position_bits = (math.lgamma(total + 1) - math.lgamma(n + 1) - math.lgamma(total - n + 1)) / math.log(2)
     share = np.unique(changed, return_counts=True)[1] / n
-    return places - n * float((share * np.log2(share)).sum())
+    return position_bits - n * float((share * np.log2(share)).sum())
 
 
 def read_pair(old: Path, new: Path, bfloat16: bool = False) -> tuple[dict[str, Bits], dict[str, Bits]]:

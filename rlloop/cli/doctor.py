@@ -39,25 +39,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
     )
-    given = parser.parse_args(arguments)
-    if (given.model is None) != (given.gpus is None):
+    args = parser.parse_args(arguments)
+    if (args.model is None) != (args.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
-    if given.compile:
+    if args.compile:
         from rlloop.launch.kernels import compile_kernels
 
         print(f"ok  kernels: compiled in {compile_kernels(('float32', 'bfloat16')):.0f} s, in float32 and bfloat16")
         return 0
-    if given.model is None:
+    if args.model is None:
         from rlloop.cli.machine_check import examine
 
         lines = examine()
     else:
-        if given.gpus < 1 or given.tokens < 1:
-            raise ConfigError(f"--gpus is {given.gpus} and --tokens {given.tokens}; both must be at least 1")
+        if args.gpus < 1 or args.tokens < 1:
+            raise ConfigError(f"--gpus is {args.gpus} and --tokens {args.tokens}; both must be at least 1")
 
         from rlloop.cli.memory import examine_model
 
-        lines = examine_model(given.model, given.gpus, given.dtype, given.tokens, given.memory, given.offload)
+        lines = examine_model(args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload)
     broken = 0
     for line in lines:
         mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]

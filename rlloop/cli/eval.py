@@ -32,17 +32,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, metavar="T", help="default: eval.temperature")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write each completion: JSONL")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --config-name: settings of the recipe")
-    given = parser.parse_intermixed_args(arguments)
-    if given.overrides and given.config_name is None:
-        raise ConfigError(f"{given.overrides[0]!r} changes a recipe's setting; name the recipe by --config-name")
-    if given.draws is not None and given.draws < 1:
-        raise ConfigError(f"--draws is {given.draws}; it must be at least 1")
+    args = parser.parse_intermixed_args(arguments)
+    if args.overrides and args.config_name is None:
+        raise ConfigError(f"{args.overrides[0]!r} changes a recipe's setting; name the recipe by --config-name")
+    if args.draws is not None and args.draws < 1:
+        raise ConfigError(f"--draws is {args.draws}; it must be at least 1")
 
     from rlloop.launch.evaluate import evaluate
 
-    result = evaluate(given.model, given.config_name, given.overrides, given.draws, given.temperature)
+    result = evaluate(args.model, args.config_name, args.overrides, args.draws, args.temperature)
     print(result.describe())
-    if given.output is not None:
-        given.output.write_text("".join(json.dumps(row) + "\n" for row in result.rows))
-        print(f"completions: {given.output}")
+    if args.output is not None:
+        args.output.write_text("".join(json.dumps(row) + "\n" for row in result.rows))
+        print(f"completions: {args.output}")
     return 0

@@ -46,19 +46,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    given = parser.parse_args(arguments)
-    if given.number < 1:
-        raise ConfigError(f"-n is {given.number}; it must be at least 1")
+    args = parser.parse_args(arguments)
+    if args.number < 1:
+        raise ConfigError(f"-n is {args.number}; it must be at least 1")
 
     from rlloop.types import SamplingParams
 
-    asked = SamplingParams(given.max_tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed)
-    engine, chat = _open(given.model, given.dtype, given.device)
-    if given.chat:
-        return _chat(engine, chat, given, asked)
-    prompt = given.prompt if given.prompt is not None else sys.stdin.read()
+    asked = SamplingParams(args.max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    engine, chat = _open(args.model, args.dtype, args.device)
+    if args.chat:
+        return _chat(engine, chat, args, asked)
+    prompt = args.prompt if args.prompt is not None else sys.stdin.read()
     ids = _encoded(chat, prompt)
-    for index in range(given.number):
+    for index in range(args.number):
         if index:
             print("---")
         _say(_stream(engine, chat.tokenizer.decode, ids, _numbered(asked, index)))
@@ -91,11 +91,11 @@ def _numbered(asked: SamplingParams, index: int) -> SamplingParams:
     return asked if asked.seed is None else replace(asked, seed=asked.seed + index)
 
 
-def _chat(engine: Engine, chat: Any, given: Any, asked: SamplingParams) -> int:
+def _chat(engine: Engine, chat: Any, args: Any, asked: SamplingParams) -> int:
     if not chat.is_chat:
-        raise ConfigError(f"{given.model} has no chat template, so it cannot chat; leave out --chat to complete a text")
-    messages = [] if given.system is None else [{"role": "system", "content": given.system}]
-    said, index = given.prompt, 0
+        raise ConfigError(f"{args.model} has no chat template, so it cannot chat; leave out --chat to complete a text")
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    said, index = args.prompt, 0
     while True:
         if said is None:
             with suppress(EOFError):
@@ -113,11 +113,11 @@ def _plain(chat: Any) -> Callable[[list[int]], str]:
     return lambda ids: chat.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _say(parts: Iterator[str]) -> str:
+def _say(chunks: Iterator[str]) -> str:
     text = ""
-    for part in parts:
-        print(part, end="", flush=True)
-        text += part
+    for chunk in chunks:
+        print(chunk, end="", flush=True)
+        text += chunk
     print()
     return text
 

@@ -71,15 +71,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser("init", INIT, INIT_EXAMPLES)
     parser.add_argument("name", metavar="NAME", help="of the recipe: letters, digits and _")
     parser.add_argument("--model", metavar="FOLDER", help="the model's folder, for model.path")
-    given = parser.parse_args(arguments)
-    if not given.name.isidentifier():
-        raise ConfigError(f"{given.name!r} is not a recipe's name; use letters, digits and _, as in my_task")
-    folder = Path("recipes") / given.name
+    args = parser.parse_args(arguments)
+    if not args.name.isidentifier():
+        raise ConfigError(f"{args.name!r} is not a recipe's name; use letters, digits and _, as in my_task")
+    folder = Path("recipes") / args.name
     if folder.exists():
         raise ConfigError(f"{folder} exists already; choose another name, or edit what is there")
-    model = "???" if given.model is None else json.dumps(given.model)
+    model = "???" if args.model is None else json.dumps(args.model)
     files = {
-        "config.yaml": CONFIG.format(name=given.name, model=model),
+        "config.yaml": CONFIG.format(name=args.name, model=model),
         "reward.py": REWARD,
         "rows.jsonl": "".join(json.dumps(row) + "\n" for row in _rows()),
     }
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     for file, text in files.items():
         (folder / file).write_text(text)
         print(folder / file)
-    then = given.name if given.model is not None else f"{given.name} model.path=FOLDER"
+    then = args.name if args.model is not None else f"{args.name} model.path=FOLDER"
     print(
         f"To go on: replace rows and reward by your own, then\n  rlloop train {then} --dry-run\n  rlloop train {then}"
     )

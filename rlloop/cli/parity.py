@@ -35,21 +35,21 @@ examples:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: 0, or 3 with --require if a bit differs."""
-    given = _parser().parse_args(arguments)
-    _refuse(given)
+    args = _parser().parse_args(arguments)
+    _refuse(args)
 
     from rich.console import Console
 
     from rlloop.parity_tool.report import compare, draw, show
 
     console = Console()
-    report = compare(given.a, given.b, given.dtype, given.prompts, given.sequences, given.length)
+    report = compare(args.a, args.b, args.dtype, args.prompts, args.sequences, args.length)
     show(report, console)
-    if given.output is not None:
-        (given.output / "parity.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-        draw(report, given.output / "parity.png")
-        console.print(f"{given.output / 'parity.json'}, {given.output / 'parity.png'}", highlight=False)
-    return 3 if given.require and not report.comparison.all.equal else 0
+    if args.output is not None:
+        (args.output / "parity.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        draw(report, args.output / "parity.png")
+        console.print(f"{args.output / 'parity.json'}, {args.output / 'parity.png'}", highlight=False)
+    return 3 if args.require and not report.comparison.all.equal else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(given: argparse.Namespace) -> None:
-    for text in (given.a, given.b):
+def _refuse(args: argparse.Namespace) -> None:
+    for text in (args.a, args.b):
         path = text.removeprefix("engine:").removeprefix("transformers:")
         if not any(Path(name).exists() for name in (path, path.partition("@")[0])):
             raise ConfigError(
@@ -81,12 +81,12 @@ def _refuse(given: argparse.Namespace) -> None:
                 "folder, or a file of logprobs"
             )
     for name, least in (("sequences", 1), ("length", 2)):
-        if getattr(given, name) is not None and getattr(given, name) < least:
-            raise ConfigError(f"--{name} is {getattr(given, name)}; it must be at least {least}")
-    if given.prompts is not None and not given.prompts.is_file():
-        raise ConfigError(f"--prompts is {str(given.prompts)!r}, which is not a file; give a JSONL file")
-    if given.output is not None:
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
+    if args.prompts is not None and not args.prompts.is_file():
+        raise ConfigError(f"--prompts is {str(args.prompts)!r}, which is not a file; give a JSONL file")
+    if args.output is not None:
         try:
-            given.output.mkdir(parents=True, exist_ok=True)
+            args.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"-o is {str(given.output)!r}, which cannot be created: {error.strerror}") from None
+            raise ConfigError(f"-o is {str(args.output)!r}, which cannot be created: {error.strerror}") from None

@@ -23,13 +23,13 @@ class Parser(argparse.ArgumentParser):
 
     _answering = False  # argcomplete parses the words so far with this same parser
 
-    def parse_known_args(self, *given: Any, **settings: Any) -> Any:
+    def parse_known_args(self, *args: Any, **settings: Any) -> Any:
         self._answer()
-        return super().parse_known_args(*given, **settings)
+        return super().parse_known_args(*args, **settings)
 
-    def parse_known_intermixed_args(self, *given: Any, **settings: Any) -> Any:
+    def parse_known_intermixed_args(self, *args: Any, **settings: Any) -> Any:
         self._answer()  # before this hides the positional arguments
-        return super().parse_known_intermixed_args(*given, **settings)
+        return super().parse_known_intermixed_args(*args, **settings)
 
     def _answer(self) -> None:
         """Print completions and end the process, where a shell asks for them."""
@@ -49,9 +49,9 @@ class Help(argparse.RawDescriptionHelpFormatter):
         lines: list[str] = []
         for is_list, run in groupby(text.splitlines(), lambda line: not line or line[0] == " " or line[-1] == ":"):
             for line in run if is_list else [" ".join(run)]:
-                found = COLUMNS.match(line) if is_list else None
-                hanging = " " * (found.end() if found else len(line) - len(line.lstrip()))
-                if len(line) <= width or (not found and line.startswith("  rlloop ")):  # a command, to be copied
+                match = COLUMNS.match(line) if is_list else None
+                hanging = " " * (match.end() if match else len(line) - len(line.lstrip()))
+                if len(line) <= width or (not match and line.startswith("  rlloop ")):  # a command, to be copied
                     lines.append(line)
                 else:
                     lines += textwrap.wrap(

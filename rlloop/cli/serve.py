@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from rlloop.rollout.fleet.weight_follower import Source
 
 
-def run(given: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit code. `given`: of `rlloop.cli.serve_options`."""
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; returns the exit code. `args`: of `rlloop.cli.serve_options`."""
     with ExitStack() as stack:
-        {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy, "api": api}[given.kind](given, stack)
+        {"engine": _engine, "relay": _relay, "trainer": _trainer, "proxy": _proxy, "api": api}[args.kind](args, stack)
     return 0
 
 
-def _listen(given: argparse.Namespace) -> Listen:
-    token = read_token(given.token_file)
-    return Listen(given.host, given.port, token, given.certificate, given.key, given.max_body)
+def _listen(args: argparse.Namespace) -> Listen:
+    token = read_token(args.token_file)
+    return Listen(args.host, args.port, token, args.certificate, args.key, args.max_body)
 
 
 def _create_folder(folder: Path, option: str) -> Path:
@@ -74,19 +74,19 @@ def _announce(kind: str) -> Callable[[str], None]:
 # ------------------------------------------------------------------------------------------------ engine
 
 
-def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
-    listen = _listen(given)
-    _check_addresses(given)
-    source = _source(given, listen.token)
+def _engine(args: argparse.Namespace, stack: ExitStack) -> None:
+    listen = _listen(args)
+    _check_addresses(args)
+    source = _source(args, listen.token)
     store = None if source is None else source.open()
-    layout = layout_of(given.layout)
-    lora, adapters = _followed_adapter(given, layout), _named_adapters(given)
-    if given.quantize != "none" and (given.engine is not EngineKind.embedded or layout.world_size > 1 or lora):
+    layout = layout_of(args.layout)
+    lora, adapters = _followed_adapter(args, layout), _named_adapters(args)
+    if args.quantize != "none" and (args.engine is not EngineKind.embedded or layout.world_size > 1 or lora):
         raise ConfigError(
             "--quantize is for --engine embedded on one rank; leave --engine, --layout and --lora-rank out"
         )
-    if not (given.model / "config.json").is_file():
-        raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
+    if not (args.model / "config.json").is_file():
+        raise ConfigError(f"--model {args.model} has no config.json; it must be a Hugging Face checkpoint folder")
 
     import torch  # slow to import, so after the checks
 
@@ -99,63 +99,63 @@ def _engine(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.sync.manifest import public_key
     from rlloop.sync.replica import Replica
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     if layout.world_size > 1:
-        if given.engine is not EngineKind.embedded:
-            raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {given.layout}")
-        engine, model = stack.enter_context(engine_over(layout, given))
+        if args.engine is not EngineKind.embedded:
+            raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {args.layout}")
+        engine, model = stack.enter_context(engine_over(layout, args))
     else:
-        model = load_model(given.model, dtype=given.dtype, device=given.device, quantize=given.quantize)
+        model = load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)
         model = model if lora is None else with_lora(model, lora, seed=0)
-        if given.engine is EngineKind.embedded:
-            engine = Engine(model, **settings_of(given))
+        if args.engine is EngineKind.embedded:
+            engine = Engine(model, **settings_of(args))
         else:
-            engine = vllm.build(given.engine, model, **settings_of(given))
-    service = EngineService(engine, max_waiting=given.max_waiting)
+            engine = vllm.build(args.engine, model, **settings_of(args))
+    service = EngineService(engine, max_waiting=args.max_waiting)
     for name, folder in adapters.items():
         service.load_adapter(name, folder)
     follower = None
     if source is not None and store is not None:
         target = LiveTarget(named_weights(model).items(), engine.set_version, service.change_weights)
         replica = Replica(store, public_key(source.public_key), target, run_id=source.run_id, any_run=source.any_run)
-        follower = ReplicaFollower(replica, service, interval=given.interval)
+        follower = ReplicaFollower(replica, service, interval=args.interval)
         stack.callback(follower.close)
     stack.callback(service.close)  # runs before the follower's: it ends a weight change that waits in a pause
-    _serve_member("engine", given, listen, given.model, service, follower, given.model_name)
+    _serve_member("engine", args, listen, args.model, service, follower, args.model_name)
 
 
-def _followed_adapter(given: argparse.Namespace, layout: Layout) -> LoraSection | None:
+def _followed_adapter(args: argparse.Namespace, layout: Layout) -> LoraSection | None:
     """The adapter of `--lora-rank`, zeros until the first version; None: whole weights are followed."""
-    if given.lora_rank == 0:
+    if args.lora_rank == 0:
         return None
-    if given.store is None:
-        raise ConfigError(f"--lora-rank {given.lora_rank} follows an adapter that trains, so it needs --store")
-    if given.engine is not EngineKind.embedded or layout.world_size > 1:
+    if args.store is None:
+        raise ConfigError(f"--lora-rank {args.lora_rank} follows an adapter that trains, so it needs --store")
+    if args.engine is not EngineKind.embedded or layout.world_size > 1:
         raise ConfigError("--lora-rank is for --engine embedded on one rank; leave --engine and --layout out")
     from rlloop.config.model import LoraSection
 
-    return LoraSection(rank=given.lora_rank, targets=given.lora_targets)
+    return LoraSection(rank=args.lora_rank, targets=args.lora_targets)
 
 
-def _named_adapters(given: argparse.Namespace) -> dict[str, Path]:
+def _named_adapters(args: argparse.Namespace) -> dict[str, Path]:
     """The folders of `--adapter` by name."""
     folders: dict[str, Path] = {}
-    for text in given.adapter:
+    for text in args.adapter:
         name, _, folder = text.partition("=")
-        if not name or not folder or name == given.model_name:
+        if not name or not folder or name == args.model_name:
             raise ConfigError(f"--adapter is {text!r}; it must be NAME=FOLDER, of another name than the base's")
         folders[name] = Path(folder)
-    if folders and given.engine is EngineKind.vllm_stock:
+    if folders and args.engine is EngineKind.vllm_stock:
         raise ConfigError("--adapter is for rlloop's own model: set --engine embedded or vllm")
-    if given.adapter_root is not None and not given.adapter_root.is_dir():
-        raise ConfigError(f"--adapter-root {given.adapter_root} is not a folder")
+    if args.adapter_root is not None and not args.adapter_root.is_dir():
+        raise ConfigError(f"--adapter-root {args.adapter_root} is not a folder")
     return folders
 
 
 def _serve_member(
     kind: str,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     listen: Listen,
     folder: Path,
     service: EngineService,
@@ -169,19 +169,19 @@ def _serve_member(
     from rlloop.rollout.fleet.text import tokenizer_of
 
     address: list[str] = []
-    joining = None if given.join is None else _Joining(given, listen.token, address)
+    joining = None if args.join is None else _Joining(args, listen.token, address)
     server = EngineServer(
         service,
         name=f"{socket.gethostname()}:{folder.name}",
-        region=given.region,
+        region=args.region,
         model=model,
         tokenizer=tokenizer_of(folder),
         images=ImageProcessor.if_any(folder) if kind == "engine" else None,
-        logprobs_mode=given.logprobs_mode,
+        logprobs_mode=args.logprobs_mode,
         follower=follower,
         lifespan=None if joining is None else joining.lifespan,
         beside=beside,
-        adapter_root=getattr(given, "adapter_root", None),
+        adapter_root=getattr(args, "adapter_root", None),
     )
 
     def announce(url: str) -> None:
@@ -191,32 +191,32 @@ def _serve_member(
     serve(server.app, listen, announce)
 
 
-def _check_addresses(given: argparse.Namespace) -> None:
+def _check_addresses(args: argparse.Namespace) -> None:
     """Raises `ConfigError` for addresses that cannot be reached."""
     for option in ("upstream", "relay", "join", "advertise"):
-        if (url := getattr(given, option, None)) is not None and not is_address(url):
+        if (url := getattr(args, option, None)) is not None and not is_address(url):
             raise ConfigError(f"--{option} is {url!r}; it must be an address such as http://127.0.0.1:7000")
-    if given.join is not None and given.advertise is None and given.host in ("0.0.0.0", "::"):
-        raise ConfigError(f"--join with --host {given.host} needs --advertise: the address that the trainer reaches")
+    if args.join is not None and args.advertise is None and args.host in ("0.0.0.0", "::"):
+        raise ConfigError(f"--join with --host {args.host} needs --advertise: the address that the trainer reaches")
 
 
-def _source(given: argparse.Namespace, token: str | None) -> Source | None:
+def _source(args: argparse.Namespace, token: str | None) -> Source | None:
     """The source of weights by `--store` and related options, if any. Raises `ConfigError`."""
-    if (given.store is None) != (given.public_key is None):
+    if (args.store is None) != (args.public_key is None):
         raise ConfigError("--store and --public-key belong together: only versions signed by that key are accepted")
-    if given.run_id is not None and given.any_run:
-        raise ConfigError(f"--run-id {given.run_id} names one run, and --any-run follows all; give only one of the two")
-    if given.store is None:
-        if given.relay is not None:
+    if args.run_id is not None and args.any_run:
+        raise ConfigError(f"--run-id {args.run_id} names one run, and --any-run follows all; give only one of the two")
+    if args.store is None:
+        if args.relay is not None:
             raise ConfigError("--relay needs --store: the store that the relay reads, used directly if the relay fails")
         return None
     from rlloop.rollout.fleet.weight_follower import Source
     from rlloop.sync.manifest import public_hex, public_key
 
-    store = given.store if "://" in given.store else str(Path(given.store).absolute())
-    key = Path(given.public_key).read_text() if Path(given.public_key).is_file() else given.public_key
-    ca_file = None if given.ca_file is None else str(given.ca_file.absolute())
-    return Source(store, public_hex(public_key(key)), given.relay, token, ca_file, given.run_id, given.any_run)
+    store = args.store if "://" in args.store else str(Path(args.store).absolute())
+    key = Path(args.public_key).read_text() if Path(args.public_key).is_file() else args.public_key
+    ca_file = None if args.ca_file is None else str(args.ca_file.absolute())
+    return Source(store, public_hex(public_key(key)), args.relay, token, ca_file, args.run_id, args.any_run)
 
 
 class _Joining:
@@ -224,9 +224,9 @@ class _Joining:
 
     EVERY = 3.0  # seconds
 
-    def __init__(self, given: argparse.Namespace, token: str | None, address: list[str]) -> None:
-        self._given, self._address = given, address
-        self._http = async_client(token=token, ca_file=given.ca_file, most=1 << 20, base_url=given.join, timeout=5.0)
+    def __init__(self, args: argparse.Namespace, token: str | None, address: list[str]) -> None:
+        self._given, self._address = args, address
+        self._http = async_client(token=token, ca_file=args.ca_file, most=1 << 20, base_url=args.join, timeout=5.0)
 
     @asynccontextmanager
     async def lifespan(self, server: EngineServer) -> AsyncIterator[None]:
@@ -254,21 +254,21 @@ class _Joining:
 # ------------------------------------------------------------------------------------------------ relay
 
 
-def _relay(given: argparse.Namespace, stack: ExitStack) -> None:
+def _relay(args: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.fleet.weight_follower import open_served
     from rlloop.sync.http import relay_app
     from rlloop.sync.relay import CachingStore
 
-    listen = _listen(given)
-    upstream = open_served(given.upstream, listen.token, given.ca_file)
-    cache = _create_folder(given.cache, f"--cache {given.cache}")
-    serve(relay_app(CachingStore(upstream, cache, given.cache_bytes)), listen, _announce("relay"))
+    listen = _listen(args)
+    upstream = open_served(args.upstream, listen.token, args.ca_file)
+    cache = _create_folder(args.cache, f"--cache {args.cache}")
+    serve(relay_app(CachingStore(upstream, cache, args.cache_bytes)), listen, _announce("relay"))
 
 
 # ------------------------------------------------------------------------------------------------ trainer
 
 
-def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
+def _trainer(args: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.config.fleet import FleetConfig, FleetKind
     from rlloop.launch.regions import open_pool
     from rlloop.rollout.fleet.external_trainer import Publishing
@@ -277,22 +277,22 @@ def _trainer(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.sync.store import open_store
 
     engines: dict[str, list[str]] = {}
-    for text in given.engine:
+    for text in args.engine:
         region, _, url = text.partition("=")
         if not url:
             raise ConfigError(f"--engine is {text!r}; it must be REGION=URL, such as eu=http://10.0.0.2:8000")
         engines.setdefault(region, []).append(url)
-    ca_file = None if given.ca_file is None else str(given.ca_file)
-    fleet = FleetConfig(FleetKind.regions, engines=engines, patience=given.patience, ca_file=ca_file)
-    _create_folder(given.signing_key.parent, f"--signing-key {given.signing_key}")
-    if read_token(given.token_file) is None:  # this server signs clients' weights, so a token is required
-        given.token_file = _create_token(given.signing_key.with_name(given.signing_key.name + ".token"))
-    listen = _listen(given)
-    if "://" not in given.store:
-        _create_folder(Path(given.store), f"--store {given.store}")
-    store = open_store(given.store)
-    publishing = Publishing(store, load_or_make_key(given.signing_key), given.run_id, given.anchor_every)
-    pool = open_pool(fleet, _print_event, token=listen.token, holder=given.run_id, term=publishing.term)
+    ca_file = None if args.ca_file is None else str(args.ca_file)
+    fleet = FleetConfig(FleetKind.regions, engines=engines, patience=args.patience, ca_file=ca_file)
+    _create_folder(args.signing_key.parent, f"--signing-key {args.signing_key}")
+    if read_token(args.token_file) is None:  # this server signs clients' weights, so a token is required
+        args.token_file = _create_token(args.signing_key.with_name(args.signing_key.name + ".token"))
+    listen = _listen(args)
+    if "://" not in args.store:
+        _create_folder(Path(args.store), f"--store {args.store}")
+    store = open_store(args.store)
+    publishing = Publishing(store, load_or_make_key(args.signing_key), args.run_id, args.anchor_every)
+    pool = open_pool(fleet, _print_event, token=listen.token, holder=args.run_id, term=publishing.term)
     stack.callback(pool.close)
     app = trainer_app(store, pool, publishing.squash, publishing.bound_to(pool))
     serve(app, listen, _announce("trainer"))
@@ -306,22 +306,22 @@ def _print_event(event: Any) -> None:
 # ------------------------------------------------------------------------------------------------ proxy
 
 
-def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
+def _proxy(args: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.vllm.proxy import proxy_app
 
-    listen = _listen(given)
-    _check_addresses(given)
-    upstream_host = urlsplit(given.upstream).hostname or ""
+    listen = _listen(args)
+    _check_addresses(args)
+    upstream_host = urlsplit(args.upstream).hostname or ""
     if not is_loopback(upstream_host):
         raise ConfigError(
-            f"--upstream is {given.upstream!r}; it must be on loopback: start vLLM on this machine with its --host "
+            f"--upstream is {args.upstream!r}; it must be on loopback: start vLLM on this machine with its --host "
             "127.0.0.1. Its routes for weights, caches and pausing answer anyone who reaches the port directly"
         )
-    source = _source(given, listen.token)
-    if source is None and given.join is not None:
+    source = _source(args, listen.token)
+    if source is None and args.join is not None:
         raise ConfigError("--join needs --store: only an engine that follows the trainer's weights can join its fleet")
-    key = None if given.upstream_key_file is None else read_token(given.upstream_key_file)
-    through = async_client(token=key, most=None, base_url=given.upstream, timeout=given.timeout)
+    key = None if args.upstream_key_file is None else read_token(args.upstream_key_file)
+    through = async_client(token=key, most=None, base_url=args.upstream, timeout=args.timeout)
     if source is None:
         serve(proxy_app(through), listen, _announce("proxy"))
         return
@@ -333,15 +333,15 @@ def _proxy(given: argparse.Namespace, stack: ExitStack) -> None:
     from rlloop.rollout.vllm.remote_vllm import ServedEngine, ServedReplica, ServedService
     from rlloop.rollout.vllm.upstream import Upstream, facts_of
 
-    upstream = Upstream(given.upstream, key, given.timeout)
+    upstream = Upstream(args.upstream, key, args.timeout)
     stack.callback(upstream.close)
     facts = facts_of(upstream)
     engine = ServedEngine(upstream, facts)
-    service = ServedService(engine, max_waiting=given.max_waiting)
+    service = ServedService(engine, max_waiting=args.max_waiting)
     replica = ServedReplica(upstream, engine, source, service.change_weights)
-    follower = ReplicaFollower(replica, service, interval=given.interval)
+    follower = ReplicaFollower(replica, service, interval=args.interval)
     stack.callback(follower.close)
     stack.callback(service.close)
-    model = given.model_name or upstream.models()[0]
+    model = args.model_name or upstream.models()[0]
     beside = [Mount("/", proxy_app(through, BESIDE))]
-    _serve_member("proxy", given, listen, Path(facts.folder), service, follower, model, beside)
+    _serve_member("proxy", args, listen, Path(facts.folder), service, follower, model, beside)

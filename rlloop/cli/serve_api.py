@@ -15,64 +15,64 @@ from rlloop.errors import ConfigError
 from rlloop.web.server import TOKEN_VARIABLE, Listen, is_loopback, serve
 
 
-def api(given: argparse.Namespace, stack: ExitStack) -> None:
+def api(args: argparse.Namespace, stack: ExitStack) -> None:
     """Serve until a signal."""
     from rlloop.api.core import Base, Settings, keep_base
     from rlloop.api.keys import PREFIX, Client, Keys, Quota, read_keys
 
-    if not (given.model / "config.json").is_file():
-        raise ConfigError(f"--model {given.model} has no config.json; it must be a Hugging Face checkpoint folder")
-    if given.shape is not None:
-        take_shape(given)
+    if not (args.model / "config.json").is_file():
+        raise ConfigError(f"--model {args.model} has no config.json; it must be a Hugging Face checkpoint folder")
+    if args.shape is not None:
+        take_shape(args)
     token = os.environ.get(TOKEN_VARIABLE)
-    if given.token_file is None and token:
+    if args.token_file is None and token:
         keys = Keys({token if token.startswith(PREFIX) else PREFIX + token: Client("fleet", operator=True)})
     else:
-        keys = read_keys(given.token_file)
-    closed = given.token_file is not None or bool(token)
+        keys = read_keys(args.token_file)
+    closed = args.token_file is not None or bool(token)
     settings = Settings(
-        folder=given.folder,
-        model_name=given.model_name or given.model.resolve().name,
-        model_folder=given.model,
-        max_body=given.max_body,
-        quota=Quota(given.models_per_key, given.futures_per_key, given.bytes_per_key),
-        parity=given.parity,
-        idle_seconds=given.idle,
-        state_every=given.state_every,
+        folder=args.folder,
+        model_name=args.model_name or args.model.resolve().name,
+        model_folder=args.model,
+        max_body=args.max_body,
+        quota=Quota(args.models_per_key, args.futures_per_key, args.bytes_per_key),
+        parity=args.parity,
+        idle_seconds=args.idle,
+        state_every=args.state_every,
     )
     listen = Listen(
-        given.host, given.port, None, given.certificate, given.key, given.max_body,
+        args.host, args.port, None, args.certificate, args.key, args.max_body,
         admits=(lambda request: server.admits(request)) if closed else None,
     )  # fmt: skip
-    stack.enter_context(_locked(given.folder))
+    stack.enter_context(_locked(args.folder))
 
     import torch  # slow to import, so after the checks
 
     from rlloop.api.server import ApiServer
     from rlloop.training.service_process import ProcessTrainingService
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     bits = {
-        "dtype": given.dtype, "device": given.device, "leaf_tokens": given.leaf_tokens,
-        "max_lora_rank": given.max_lora_rank,
+        "dtype": args.dtype, "device": args.device, "leaf_tokens": args.leaf_tokens,
+        "max_lora_rank": args.max_lora_rank,
     }  # fmt: skip
-    keep_base(given.folder, Base(str(given.model.resolve()), settings.model_name, bits))
+    keep_base(args.folder, Base(str(args.model.resolve()), settings.model_name, bits))
     chosen = {
-        "checkpoints": (given.folder / "checkpoints").absolute(), "model_name": settings.model_name, **bits,
-        "adapter_slots": given.adapter_slots, "keep_samplers": given.keep_samplers, "max_running": given.max_running,
-        "checkpoint_layers": given.checkpoint_layers,
+        "checkpoints": (args.folder / "checkpoints").absolute(), "model_name": settings.model_name, **bits,
+        "adapter_slots": args.adapter_slots, "keep_samplers": args.keep_samplers, "max_running": args.max_running,
+        "checkpoint_layers": args.checkpoint_layers,
     }  # fmt: skip
-    if given.ray is None:
-        service = ProcessTrainingService(given.model, died=_end, **chosen)
+    if args.ray is None:
+        service = ProcessTrainingService(args.model, died=_end, **chosen)
     else:
         from rlloop.launch.ray_service import RayTrainingService
 
-        address = None if given.ray == "local" else given.ray
-        service = RayTrainingService(given.model, address=address, cpus=given.ray_cpus, gpus=given.ray_gpus,
+        address = None if args.ray == "local" else args.ray
+        service = RayTrainingService(args.model, address=address, cpus=args.ray_cpus, gpus=args.ray_gpus,
                                      died=_end, **chosen)  # fmt: skip
     stack.callback(service.close)
-    server = ApiServer(service, settings, keys, local=is_loopback(given.host))
+    server = ApiServer(service, settings, keys, local=is_loopback(args.host))
     serve(server.app, listen, lambda url: print(f"rlloop api: {url}", flush=True))
 
 
@@ -82,28 +82,28 @@ def _end(reason: str) -> None:
     os._exit(1)
 
 
-def take_shape(given: argparse.Namespace) -> None:
+def take_shape(args: argparse.Namespace) -> None:
     """Set options from the shape. Raises `ConfigError` for a shape of another model, or of several accelerators."""
     from rlloop.training.shapes import resolve_training_profile
 
-    shape = resolve_training_profile(given.shape, files=given.shape_file)
-    config = json.loads((given.model / "config.json").read_text())
+    shape = resolve_training_profile(args.shape, files=args.shape_file)
+    config = json.loads((args.model / "config.json").read_text())
     for name, value in shape.model.items():
         if name in config and config[name] != value:
             raise ConfigError(
-                f"--shape {given.shape} is of a model whose {name} is {value!r:.80}, and --model {given.model} has "
+                f"--shape {args.shape} is of a model whose {name} is {value!r:.80}, and --model {args.model} has "
                 f"{config[name]!r:.80}; give the shape of this model (rlloop shapes)"
             )
     if shape.accelerator_count != 1:
         raise ConfigError(
-            f"--shape {given.shape} takes {shape.accelerator_count} accelerators, and this server computes on one; "
+            f"--shape {args.shape} takes {shape.accelerator_count} accelerators, and this server computes on one; "
             "take a shape of one, or train a model of this size with `rlloop train`"
         )
-    given.dtype, given.leaf_tokens = shape.base_model_weight_precision, shape.max_batch_tokens
+    args.dtype, args.leaf_tokens = shape.base_model_weight_precision, shape.max_batch_tokens
     if shape.trainer_mode == "lora":
-        given.max_lora_rank = shape.lora_rank
+        args.max_lora_rank = shape.lora_rank
     if shape.accelerator_type != "CPU":
-        given.device, given.ray_gpus = "cuda", given.ray_gpus or 1.0
+        args.device, args.ray_gpus = "cuda", args.ray_gpus or 1.0
 
 
 def _locked(folder: Path) -> IO[str]:

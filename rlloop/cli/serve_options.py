@@ -62,11 +62,11 @@ KINDS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run `rlloop serve`; returns the exit code. `--help` needs no extra."""
-    given = parse(arguments)
+    args = parse(arguments)
 
     from rlloop.cli.serve import run  # the servers' packages, an extra
 
-    return run(given)
+    return run(args)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -33,13 +33,13 @@ def layout_of(texts: list[str]) -> Layout:
     return Layout(**degrees)
 
 
-def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of an engine."""
-    return {name: getattr(given, name) for name in SETTINGS}
+    return {name: getattr(args, name) for name in SETTINGS}
 
 
 @contextmanager
-def engine_over(layout: Layout, given: argparse.Namespace) -> Iterator[tuple[Engine, Model]]:
+def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engine, Model]]:
     """(engine, the weights that follow a store) over `layout.tp` processes, of which this is the first."""
     from rlloop.models import load_model
     from rlloop.rollout.engine.leader import LeadingEngine
@@ -49,20 +49,20 @@ def engine_over(layout: Layout, given: argparse.Namespace) -> Iterator[tuple[Eng
         address = f"file://{Path(folder) / 'meeting'}"
         for rank in range(1, layout.tp):
             process = multiprocessing.get_context("spawn").Process(
-                target=_follow, args=(given, layout, address, rank), name=f"rank {rank}", daemon=True
+                target=_follow, args=(args, layout, address, rank), name=f"rank {rank}", daemon=True
             )
             process.start()
             stack.callback(process.join, 30)
-        make = stack.enter_context(_rank(given, layout, address, 0))
+        make = stack.enter_context(_rank(args, layout, address, 0))
         # What a store's versions are written into.
-        whole = None if given.store is None else load_model(given.model, dtype=given.dtype)
+        whole = None if args.store is None else load_model(args.model, dtype=args.dtype)
         engine = make(partial(LeadingEngine, weights=whole))
         stack.callback(engine.close)
         yield engine, whole or engine.model
 
 
 @contextmanager
-def _rank(given: argparse.Namespace, layout: Layout, address: str, rank: int) -> Iterator[Callable[[Any], Any]]:
+def _rank(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> Iterator[Callable[[Any], Any]]:
     """A factory of this rank's engine, of a class like `Engine`."""
     import torch
 
@@ -71,21 +71,21 @@ def _rank(given: argparse.Namespace, layout: Layout, address: str, rank: int) ->
     from rlloop.parallel.context import join
     from rlloop.parallel.start import Place, process_group
 
-    if given.threads is not None:
-        torch.set_num_threads(given.threads)
-    usable_device(given.device)
-    device = Place(rank, layout.tp, address, rank).device(torch.device(given.device).type)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    usable_device(args.device)
+    device = Place(rank, layout.tp, address, rank).device(torch.device(args.device).type)
     with process_group(device, address, rank, layout.tp):
-        model = load_model(given.model, dtype=given.dtype, context=join(device, layout))
-        yield lambda kind: kind(model, **settings_of(given))
+        model = load_model(args.model, dtype=args.dtype, context=join(device, layout))
+        yield lambda kind: kind(model, **settings_of(args))
 
 
-def _follow(given: argparse.Namespace, layout: Layout, address: str, rank: int) -> None:
+def _follow(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> None:
     import signal
 
     from rlloop.rollout import Engine
     from rlloop.rollout.engine.leader import follow
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends the others, after its server
-    with _rank(given, layout, address, rank) as make:
+    with _rank(args, layout, address, rank) as make:
         follow(make(Engine))

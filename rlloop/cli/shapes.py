@@ -28,15 +28,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--file", type=Path, action="append", default=[], metavar="FILE", help="JSON or TOML with shapes of your own"
     )
-    given = parser.parse_args(arguments)
-    if given.gpus is not None and given.id is None:
+    args = parser.parse_args(arguments)
+    if args.gpus is not None and args.id is None:
         raise ConfigError("--gpus goes with a shape's id, as in rlloop shapes qwen3-8b-full --gpus 8")
 
     from rlloop.training.memory import layout_keys
     from rlloop.training.shapes import resolve_training_profile, training_shapes
 
-    if given.id is not None:
-        shape = resolve_training_profile(given.id, given.gpus, files=given.file)
+    if args.id is not None:
+        shape = resolve_training_profile(args.id, args.gpus, files=args.file)
         facts = {
             "model": shape.model_name,
             "mode": shape.trainer_mode + (f", rank {shape.lora_rank}" if shape.trainer_mode == "lora" else ""),
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, value in facts.items():
             print(f"{name}: {value}")
         return 0
-    for shape in training_shapes(given.file):
+    for shape in training_shapes(args.file):
         where = f"{shape.accelerator_count} x {shape.accelerator_type}"
         memory = f"{shape.total_memory_gib:.1f} of {shape.accelerator_memory_gib:g} GiB {shape.memory_source}"
         print(f"{shape.training_shape:28} {where:24} {layout_keys(shape.layout):32} {memory}")

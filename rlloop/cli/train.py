@@ -49,34 +49,34 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
     changed = parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
     changed.completer = settings  # type: ignore[attr-defined]
-    given = parser.parse_intermixed_args(arguments)
-    if given.config_name is None:
-        words = [text for text in given.overrides if "=" not in text and not text.startswith("~")]
+    args = parser.parse_intermixed_args(arguments)
+    if args.config_name is None:
+        words = [text for text in args.overrides if "=" not in text and not text.startswith("~")]
         if not words:
             raise ConfigError(f"no recipe is named, as in `rlloop train NAME key=value`\n{_listed_recipes()}")
-        given.config_name = words[0]
-        given.overrides.remove(words[0])
+        args.config_name = words[0]
+        args.overrides.remove(words[0])
 
     from rlloop.launch.compose import compose_recipe, expand_sweep
 
-    jobs = expand_sweep(given.overrides) if given.multirun else [("", given.overrides)]
-    if given.cfg:
+    jobs = expand_sweep(args.overrides) if args.multirun else [("", args.overrides)]
+    if args.cfg:
         from omegaconf import OmegaConf
 
         for name, overrides in jobs:
             print(f"# {name}\n" if name else "", end="")
-            print(OmegaConf.to_yaml(compose_recipe(given.config_name, overrides), resolve=given.resolve), end="")
+            print(OmegaConf.to_yaml(compose_recipe(args.config_name, overrides), resolve=args.resolve), end="")
         return 0
-    if given.dry_run:
+    if args.dry_run:
         from rich.console import Console
 
         from rlloop.launch.rehearsal import rehearse
 
-        for job in _make_jobs(given.config_name, jobs):
+        for job in _make_jobs(args.config_name, jobs):
             rehearse(job, Console())
         return 0
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return _run_jobs(_make_jobs(given.config_name, jobs))
+        return _run_jobs(_make_jobs(args.config_name, jobs))
 
     from rlloop.launch.torchrun import Leader, Torchrun, follow
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     if here is not None and here.rank > 0:
         return follow(here)
     with nullcontext() if here is None else Leader(here) as leader:
-        return _run_jobs(_make_jobs(given.config_name, jobs), leader)
+        return _run_jobs(_make_jobs(args.config_name, jobs), leader)
 
 
 def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         "--public-key", type=Path, metavar="FILE", help="public half of certificate.key, PEM or hexadecimal"
     )
     parser.add_argument("--witness", type=Path, metavar="FILE", help="file written by certificate.witness")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     from rich.console import Console
 
@@ -53,21 +53,21 @@ def main(arguments: Sequence[str]) -> int:
     from rlloop.audit import Extent, verify
 
     extent = Extent(
-        rescored=None if given.all else given.rescore,
-        rewarded=None if given.all else given.rewards,
-        run_code=given.run_code,
-        replay=given.replay,
-        public_key=given.public_key,
-        witness=given.witness,
+        rescored=None if args.all else args.rescore,
+        rewarded=None if args.all else args.rewards,
+        run_code=args.run_code,
+        replay=args.replay,
+        public_key=args.public_key,
+        witness=args.witness,
     )
     problems = 0
     with Console(stderr=True).status("reading") as status:
-        if segments(given.run):
+        if segments(args.run):
             from rlloop.audit.commands import verify_log
 
-            checks = verify_log(given.run.resolve(), status.update)
+            checks = verify_log(args.run.resolve(), status.update)
         else:
-            checks = verify(given.run, extent, status.update)
+            checks = verify(args.run, extent, status.update)
         for check in checks:
             print(f"{'ok ' if not check.problems else 'BAD'} {check.name}: {check.summary}", flush=True)
             for problem in check.problems[:SHOWN_PROBLEMS]:

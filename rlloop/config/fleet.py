@@ -76,7 +76,7 @@ class FleetConfig:
 def is_address(url: str) -> bool:
     """True for an http or https URL with a host and a usable port."""
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        components = urlsplit(url)
+        return components.scheme in ("http", "https") and bool(components.hostname) and components.port != 0
     except ValueError:  # a bracket or a port that is none
         return False

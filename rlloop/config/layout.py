@@ -43,12 +43,12 @@ class World:
     def of(cls, trainer: Layout, rollout: Layout) -> World:
         """Raises `ConfigError` unless the larger of the two is a multiple of the other."""
         sizes = {"trainer.layout": trainer.world_size, "rollout.layout": rollout.world_size}
-        (larger, size), (smaller, part) = sorted(sizes.items(), key=lambda item: -item[1])
-        if size % part:
+        (larger, size), (smaller, divisor) = sorted(sizes.items(), key=lambda item: -item[1])
+        if size % divisor:
             fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ConfigError(
-                f"{larger} has {size} ranks and {smaller} {part}, which leaves {size % part} of the {size} over; give "
-                f"{smaller} a number of ranks that divides {size} ({fits}), or {larger} a multiple of {part}"
+                f"{larger} has {size} ranks and {smaller} {divisor}, which leaves {size % divisor} of the {size} over; "
+                f"give {smaller} a number of ranks that divides {size} ({fits}), or {larger} a multiple of {divisor}"
             )
         whole = replace(trainer, dp_replicate=trainer.dp_replicate * (size // trainer.world_size))
         world = cls(whole, replace(rollout, dp_replicate=1))

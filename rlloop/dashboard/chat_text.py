@@ -31,16 +31,16 @@ CALL = re.compile(
 def messages_of(text: str, first: str = "prompt") -> list[tuple[str, str]]:
     """(role, content) of each message. `first`: the role of what stands before the first marker. Empty ones are left
     out."""
-    found, role, at = list[tuple[str, str]](), first, 0
+    messages, role, at = list[tuple[str, str]](), first, 0
     for match in [*BEGIN.finditer(text), None]:
         content = plain(text[at : match.start() if match else len(text)])
         reply = REPLY.match(content)
         if content:
-            found.append(("tool", reply[1]) if reply else (role, content))
+            messages.append(("tool", reply[1]) if reply else (role, content))
         if match:
             name = next(filter(None, match.groups()), "").lower()
             role, at = ROLES.get(name, name), match.end()
-    return found
+    return messages
 
 
 def plain(text: str) -> str:

@@ -241,10 +241,10 @@ class RolloutIndex:
         return None if text is None else msgspec.json.decode(text)
 
 
-def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
+def page_query(names: Sequence[str], order: str, few: bool = False) -> str:
     """The query of a page, for which SQLite need neither read nor sort the whole table.
 
-    `given`: columns with a condition; `few`: the rows are few enough to sort. A step is found by its key, and the worst
+    `names`: columns with a condition; `few`: the rows are few enough to sort. A step is found by its key, and the worst
     of a kind, or `few` rows, by the conditions' index; otherwise SQLite walks the index of the order and skips rows. A
     `+` keeps a condition from choosing the index.
     """
@@ -252,10 +252,10 @@ def page_query(given: Sequence[str], order: str, few: bool = False) -> str:
     def condition(name: str) -> str:
         if name == "search":
             return FOUND
-        led = name == "step" or ("step" not in given and (few or order == "worst"))
+        led = name == "step" or ("step" not in names and (few or order == "worst"))
         return f"{'' if led else '+'}{name} = :{name}"
 
-    where = f" WHERE {' AND '.join(map(condition, given))}" if given else ""
+    where = f" WHERE {' AND '.join(map(condition, names))}" if names else ""
     return f"SELECT {', '.join(COLUMNS)} FROM rollouts{where} ORDER BY {ORDERS[order]}"
 
 

@@ -291,10 +291,10 @@ class Run:
 
     def reason(self) -> str | None:
         """The run's last reason for stopping, from its log; None if the log has none."""
-        found = re.findall(
+        reasons = re.findall(
             r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", "\n".join(self.log()), re.MULTILINE
         )
-        return found[-1].strip() if found else None
+        return reasons[-1].strip() if reasons else None
 
     def log(self, lines: int = 200) -> list[str]:
         file = self.path / "run.log"

@@ -90,8 +90,8 @@ def _trace(
     prompt = row["prompt"]
     if tokenizer is not None and not row.get("images"):  # whose placeholders would fill a page
         prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False)
-    found = messages_of(prompt) or messages_of(row["prompt"])  # a tokenizer may lack the prompt's words
-    trace: list[dict[str, Any]] = [{"role": role, "text": text} for role, text in found]
+    prompt_messages = messages_of(prompt) or messages_of(row["prompt"])  # a tokenizer may lack the prompt's words
+    trace: list[dict[str, Any]] = [{"role": role, "text": text} for role, text in prompt_messages]
     recorded = row.get("conversation") or []
     for number, (start, end) in enumerate(spans):
         turn = recorded[number] if number < len(recorded) else {}

@@ -113,8 +113,8 @@ def expand_sweep(overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
         ) from error
     named = []
     for index, job in enumerate(jobs):
-        parts = [text.lstrip("+").replace("/", "-") for text in job if text.partition("=")[0] in swept]
-        named.append((",".join(parts) or str(index), list(job)))
+        assignments = [text.lstrip("+").replace("/", "-") for text in job if text.partition("=")[0] in swept]
+        named.append((",".join(assignments) or str(index), list(job)))
     return named
 
 

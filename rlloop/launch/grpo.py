@@ -113,8 +113,8 @@ def _values(function: RewardFunction, name: str, arguments: Mapping[str, Any], c
     """The function's values; NaN where it returns None, which leaves that completion out of it."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    given = function(**{key: value for key, value in arguments.items() if takes_any or key in parameters})
-    values = [math.nan if value is None else float(value) for value in given]
+    results = function(**{key: value for key, value in arguments.items() if takes_any or key in parameters})
+    values = [math.nan if value is None else float(value) for value in results]
     if len(values) != count:
         raise ValueError(f"{name} returned {len(values)} values for {count} completions")
     return values

@@ -38,14 +38,14 @@ def inherited(file: Path) -> Inherited | None:
         return None
     chain = _chain(file.resolve(), ())
     nodes: dict[str, dict[str, Any]] = {}
-    for place, (_, content) in enumerate(reversed(chain)):
-        later = [each for _, each in chain[: len(chain) - 1 - place]]
+    for index, (_, content) in enumerate(reversed(chain)):
+        later = [each for _, each in chain[: len(chain) - 1 - index]]
         chosen = {_group(entry) for each in later for entry in each["defaults"] if isinstance(entry, Mapping)}
-        defaults = [f"inherited_{place - 1}"] if place else []
+        defaults = [f"inherited_{index - 1}"] if index else []
         defaults += [entry for entry in content["defaults"] if _group(entry) not in chosen]
         for each in later:
             content = _without_replaced(content, each)
-        nodes[f"inherited_{place}"] = {**content, "defaults": defaults}
+        nodes[f"inherited_{index}"] = {**content, "defaults": defaults}
     return Inherited(nodes, [path.parent for path, _ in chain])
 
 
@@ -66,11 +66,11 @@ def _chain(file: Path, above: tuple[Path, ...]) -> list[tuple[Path, dict[str, An
 def _base(file: Path, entry: str) -> Path | None:
     """The file of another recipe that an entry of the defaults list names; None for `_self_` and `rlloop`."""
     if entry.startswith("/"):
-        found = recipes.find(entry[1:])
-        if found is None:
+        location = recipes.find(entry[1:])
+        if location is None:
             listed = ", ".join(recipes.available())
             raise ConfigError(f"{file}: there is no recipe {entry[1:]!r} to begin with; there are {listed}")
-        return (found[0] / f"{found[1]}.yaml").resolve()
+        return (location[0] / f"{location[1]}.yaml").resolve()
     beside = file.parent / f"{entry}.yaml"
     return beside.resolve() if beside.is_file() else None
 

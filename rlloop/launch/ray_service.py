@@ -111,19 +111,19 @@ class RayTrainingService(RemoteTrainingService):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Start a call; a method's own error is the future's."""
         with self._lock:  # numbers are sent in their order
-            made = self._actor.call.remote(next(self._numbers), name, args, kwargs).future()
+            remote_future = self._actor.call.remote(next(self._numbers), name, args, kwargs).future()
         result: Future[Any] = Future()
 
-        def done(made: Future[Any]) -> None:
-            error = made.exception()
+        def done(completed: Future[Any]) -> None:
+            error = completed.exception()
             if error is None:
-                result.set_result(made.result())
+                result.set_result(completed.result())
             elif isinstance(error, self._ray.exceptions.RayTaskError):
                 result.set_exception(getattr(error, "cause", None) or error)
             elif (reason := self._end(error)) is not None:
                 result.set_exception(RunError(reason))
 
-        made.add_done_callback(done)
+        remote_future.add_done_callback(done)
         return result
 
     def _end(self, error: BaseException) -> str | None:

@@ -140,8 +140,8 @@ class Reference:
         if not self._prompts:
             return None
         self._engine.set_version(version)
-        made = self._engine.generate(self._prompts, self._sampling)
-        return Canary(self._prompts, self._sampling, self._hardware, made)
+        completions = self._engine.generate(self._prompts, self._sampling)
+        return Canary(self._prompts, self._sampling, self._hardware, completions)
 
 
 @dataclass

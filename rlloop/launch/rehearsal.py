@@ -33,8 +33,8 @@ def rehearse(job: Job, console: Console) -> None:
         stack.callback(prepared.scorer.close)
         if config.device == "cpu":
             compile_if_new(config.model.dtype, say)
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))
-        folder = stack.enter_context(RunFolder(Path(place)))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))
+        folder = stack.enter_context(RunFolder(Path(scratch)))
         folder.adopt(job.plain)
         parts = stack.enter_context(builder_of(config)(config, prepared, folder))
         if config.parity.mode == "require":

@@ -80,8 +80,8 @@ def recorded(
     for index, (start, end) in enumerate(turns):
         entry: dict[str, Any] = {"tokens": [start, end], "text": decode(completion.token_ids[start:end])}
         if completion.versions is not None:
-            made = [version for first, _, version in completion.runs if first == start or start < first < end]
-            entry["version"] = made[0] if len(made) == 1 else made
+            versions = [version for first, _, version in completion.runs if first == start or start < first < end]
+            entry["version"] = versions[0] if len(versions) == 1 else versions
         if index + 1 < len(turns):
             entry["read"] = [end, turns[index + 1][0]]
         if index < len(replies):
@@ -99,13 +99,13 @@ def _as_recorded(message: Message) -> dict[str, str]:
     return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
 
 
-def _concatenated(parts: Sequence[Completion]) -> Completion:
-    """The parts as one completion; if versions differ, `version_spans` has each version's tokens."""
-    first, begin = parts[0], len(parts[0].prompt_ids)
+def _concatenated(completions: Sequence[Completion]) -> Completion:
+    """The completions as one; if versions differ, `version_spans` has each version's tokens."""
+    first, begin = completions[0], len(completions[0].prompt_ids)
     runs = list[tuple[int, int, int]]()
-    for part in parts:
-        offset = len(part.prompt_ids) - begin
-        for start, end, version in part.runs:
+    for completion in completions:
+        offset = len(completion.prompt_ids) - begin
+        for start, end, version in completion.runs:
             if runs and runs[-1][1:] == (offset + start, version):
                 runs[-1] = (runs[-1][0], offset + end, version)
             else:
@@ -117,22 +117,22 @@ def _concatenated(parts: Sequence[Completion]) -> Completion:
         policy_version=min(versions),
         versions=versions if mixed else None,
         version_spans=tuple((start, end) for start, end, _ in runs) if mixed else None,
-        token_ids=[*parts[-1].prompt_ids[begin:], *parts[-1].token_ids],
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]),
-        routed_experts=None if mixed else _as_first_read([part.routed_experts for part in parts]),
-        selected=None if mixed else _as_first_read([part.selected for part in parts]),
+        token_ids=[*completions[-1].prompt_ids[begin:], *completions[-1].token_ids],
+        logprobs=np.concatenate([completion.logprobs for completion in completions]),
+        raw_logprobs=np.concatenate([completion.raw_logprobs for completion in completions]),
+        routed_experts=None if mixed else _as_first_read([completion.routed_experts for completion in completions]),
+        selected=None if mixed else _as_first_read([completion.selected for completion in completions]),
     )
 
 
-def _as_first_read(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """The parts' arrays [tokens, ...] joined, each without the tokens that earlier parts had read already.
+def _as_first_read(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """The arrays [tokens, ...] joined, each without the tokens that earlier ones had read already.
 
     A token's choice is the one that it was first read with, since what followed was sampled over it; when it reads a
     token again, a stock engine may choose otherwise.
     """
     first_read, known = list[np.ndarray](), 0
-    for each in parts:
+    for each in arrays:
         if each is None:
             return None
         first_read.append(each[known:])

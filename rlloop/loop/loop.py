@@ -118,12 +118,12 @@ class Loop:
         """`parity/k3_text` and `parity/k3_image` of one prompt with images. Raises `ParityError` where it differs under
         `require`, before the weights move."""
         prompts = [sample.completion.model_input for sample in trained]
-        found = compare_first_prompt(self.parts.engine, self.parts.trainer, [each for each in prompts if each])
-        if found is None:
+        comparison = compare_first_prompt(self.parts.engine, self.parts.trainer, [each for each in prompts if each])
+        if comparison is None:
             return {}
-        if found.difference is not None and self.config.parity.mode is ParityMode.require:
-            raise ParityError(f"step {step}: {found.difference}")
-        return found.metrics
+        if comparison.difference is not None and self.config.parity.mode is ParityMode.require:
+            raise ParityError(f"step {step}: {comparison.difference}")
+        return comparison.metrics
 
     def publish(self, version: int) -> None:
         """Begin to bring the engines to `version`, once."""
@@ -283,7 +283,7 @@ class Loop:
         def write_state(folder: Path) -> None:
             (folder / "loop.json").write_text(json.dumps(state) + "\n")
 
-        self.parts.checkpoints.save(step, [*(part.save for part in self._stateful()), write_state])
+        self.parts.checkpoints.save(step, [*(stateful.save for stateful in self._stateful()), write_state])
         self.monitor.certificate.attest(step, self.parts.checkpoints.digests(step))
         self.folder.rotate(step)
 
@@ -307,8 +307,8 @@ class Loop:
                 f"{self.folder.parity.path} is not the certificate that {checkpoint.path} continues; restore the file "
                 "from a copy, or start a new run in another run.dir"
             )
-        for part in self._stateful():
-            part.restore(checkpoint.path)
+        for stateful in self._stateful():
+            stateful.restore(checkpoint.path)
         self.sampler.batches = state["batches"]
         self.monitor.certificate.note(checkpoints=self.parts.checkpoints.digests(checkpoint.step))
         return checkpoint.step

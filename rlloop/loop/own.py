@@ -180,16 +180,16 @@ class Run:
         Steps are whole numbers from 0 on, each larger than the last; 0 is for what was measured before the first
         update. Raises `ConfigError` for a step out of order, and for a metric that contradicts the samples.
         """
-        folder, given = self._open, {name: _number(name, value) for name, value in (metrics or {}).items()}
+        folder, logged = self._open, {name: _number(name, value) for name, value in (metrics or {}).items()}
         sampled, computed = self._sampled or (None, {})
         self._check_step(step, sampled)
         for name, value in computed.items():
-            if name in given and not _agree(given[name], value):
+            if name in logged and not _agree(logged[name], value):
                 raise ConfigError(
-                    f"step {step}: {name} is {given[name]!r}, and the step's samples give {value!r}; leave it out, or "
+                    f"step {step}: {name} is {logged[name]!r}, and the step's samples give {value!r}; leave it out, or "
                     "give it another name"
                 )
-        record = {"step": step, **dict(sorted({**given, **computed}.items()))}
+        record = {"step": step, **dict(sorted({**logged, **computed}.items()))}
         self._certificate.cover(folder.metrics.append(record))
         if sampled is None and step > 0:
             self._monitor.compare(step, step, [], Recomputed([]))  # a line without a comparison
@@ -294,11 +294,11 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
-def _agree(given: Any, value: Any) -> bool:
+def _agree(logged: Any, value: Any) -> bool:
     try:
-        return math.isclose(given, value, rel_tol=1e-6, abs_tol=1e-9)
+        return math.isclose(logged, value, rel_tol=1e-6, abs_tol=1e-9)
     except TypeError:
-        return given == value
+        return logged == value
 
 
 def _floats(values: Any) -> np.ndarray:
@@ -327,7 +327,7 @@ def _read_rows(
         group = row.get("group")
         if group is None:
             group = groups.setdefault((prompt, tuple(completion.prompt_ids)), len(groups))
-        place = counts[group] = counts.get(group, -1) + 1
+        position = counts[group] = counts.get(group, -1) + 1
         reward = row["reward"]
         if not isinstance(reward, RewardResult):
             reward = RewardResult(
@@ -343,7 +343,7 @@ def _read_rows(
                 "token of the completion"
             )
         example = Example(str(row.get("example", group)), list(completion.prompt_ids), prompt, {})
-        uid, advantage = f"{step}/{group}/{place}", float(row.get("advantage", 0.0))
+        uid, advantage = f"{step}/{group}/{position}", float(row.get("advantage", 0.0))
         samples.append(Sample(uid, example, completion, str(row.get("text", "")), reward, int(group), advantage))
         trainers.append(scored)
     if not samples:

@@ -43,9 +43,9 @@ class _Group:
     @property
     def version(self) -> int:
         """The oldest version that sampled one of its tokens; before the first token, the version at its beginning."""
-        made = [sample.completion.policy_version for sample in self.samples]
-        made += [version for talk in self.talks for version in talk.made]
-        return min(made) if made else min(talk.version or 0 for talk in self.talks)
+        versions = [sample.completion.policy_version for sample in self.samples]
+        versions += [version for talk in self.talks for version in talk.made]
+        return min(versions) if versions else min(talk.version or 0 for talk in self.talks)
 
 
 class _State(msgspec.Struct):
@@ -56,9 +56,9 @@ class _State(msgspec.Struct):
     whole: list[tuple[int, int, list[Sample]]]
 
 
-def measured(parts: Callable[[], Mapping[str, float]], schedule: Partial | None) -> dict[str, float]:
+def measured(measure: Callable[[], Mapping[str, float]], schedule: Partial | None) -> dict[str, float]:
     """Metrics of the parts, and of the schedule if it has any."""
-    return {**parts(), **({} if schedule is None else schedule.take_metrics())}
+    return {**measure(), **({} if schedule is None else schedule.take_metrics())}
 
 
 class Partial:

@@ -105,8 +105,8 @@ class Recorder:
                 self.monitor.certificate.note(rollouts=self.folder.write_rollouts(0, rows))
             self.monitor.certificate.seal()
             raise error
-        found = comparison.metrics
-        return {f"eval/{name}": found[f"parity/{name}"] for name in HELD_OUT if f"parity/{name}" in found}
+        metrics = comparison.metrics
+        return {f"eval/{name}": metrics[f"parity/{name}"] for name in HELD_OUT if f"parity/{name}" in metrics}
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the step's metrics, seal its line of the certificate, and tell the observers."""

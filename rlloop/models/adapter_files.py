@@ -116,13 +116,13 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int, folder: Path) -> float:
-    alpha, given = float(config["lora_alpha"]), int(config["r"])
+    alpha, default_rank = float(config["lora_alpha"]), int(config["r"])
 
     def pattern(key: str, otherwise: float) -> float:
-        found = [value for each, value in (config.get(key) or {}).items() if re.match(rf"(.*\.)?({each})$", name)]
-        return found[0] if found else otherwise
+        matches = [value for each, value in (config.get(key) or {}).items() if re.match(rf"(.*\.)?({each})$", name)]
+        return matches[0] if matches else otherwise
 
-    alpha, declared = pattern("alpha_pattern", alpha), int(pattern("rank_pattern", given))
+    alpha, declared = pattern("alpha_pattern", alpha), int(pattern("rank_pattern", default_rank))
     if rank not in (declared, 2 * declared):  # twice: a gate and an up together
         raise ConfigError(f"{folder}: {name} has rank {rank}; {CONFIG} says {declared}")
     return alpha / (declared**0.5 if config.get("use_rslora") else declared)
@@ -130,17 +130,17 @@ def _scale(config: Mapping[str, Any], name: str, rank: int, folder: Path) -> flo
 
 def _pairs(stored: Mapping[str, Tensor], folder: Path) -> dict[str, Pair]:
     """A and B, float32, by the module's name in the checkpoint."""
-    found: dict[str, dict[str, Tensor]] = {}
+    matrices: dict[str, dict[str, Tensor]] = {}
     for key, tensor in stored.items():
         if key.endswith((".base_layer.weight", "embed_tokens.weight")) and ".lora_" not in key:
             continue  # the base's own, which PEFT saves beside an adapted embedding
         match = KEY.fullmatch(key.removeprefix(PREFIX))
         if match is None:
             raise ConfigError(f"{folder / WEIGHTS} holds {key}, which is neither A nor B of a linear layer")
-        found.setdefault(match["module"], {})[match["letter"]] = tensor.float()
-    if alone := sorted(module for module, pair in found.items() if len(pair) != 2):
+        matrices.setdefault(match["module"], {})[match["letter"]] = tensor.float()
+    if alone := sorted(module for module, pair in matrices.items() if len(pair) != 2):
         raise ConfigError(f"{folder / WEIGHTS} holds A without B, or B without A, of {some(alone)}")
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+    return {module: (pair["A"], pair["B"]) for module, pair in matrices.items()}
 
 
 def _factors(
@@ -167,19 +167,19 @@ def _factors(
             factors[target.name] = down.unflatten(0, (count, -1)), up.unflatten(1, (-1, count)).permute(2, 0, 1)
         elif split is not None and split["experts"] in grouped:
             ours = grouped[split["experts"]]
-            parts = of_experts.setdefault(ours, {}).setdefault(PARTS.get(split["part"], split["part"]), {})
+            by_expert = of_experts.setdefault(ours, {}).setdefault(PARTS.get(split["part"], split["part"]), {})
             if split["index"] is not None:
-                parts[int(split["index"])] = (down, up)
+                by_expert[int(split["index"])] = (down, up)
             elif down.numel() or up.numel():  # three dimensions; one expert stands for all
                 count = targets[f"{ours}.down_proj"].experts or 0
                 a, b = (x.expand(count, *x.shape[1:]) if len(x) == 1 else x for x in (down, up))
-                parts.update({expert: (a[expert], b[expert]) for expert in range(min(len(a), len(b)))})
+                by_expert.update({expert: (a[expert], b[expert]) for expert in range(min(len(a), len(b)))})
         else:
             name = names.get(bare, bare)
             heads = targets[name].heads if name in targets else None
             factors[name] = (down, up.unflatten(0, (heads, -1)) if heads and up.shape[0] % heads == 0 else up)
-    for experts, parts in of_experts.items():
-        factors |= _joined(experts, parts, targets, folder)
+    for experts, projections in of_experts.items():
+        factors |= _joined(experts, projections, targets, folder)
     return factors
 
 
@@ -190,30 +190,30 @@ def _fits_flat(target: Target, down: Tensor, up: Tensor) -> bool:
 
 def _joined(
     experts: str,
-    parts: dict[str, dict[int, Pair]],
+    projections: dict[str, dict[int, Pair]],
     targets: Mapping[str, Target],
     folder: Path,
 ) -> dict[str, Pair]:
     """Join pairs of single experts into factors of all experts; experts without a pair get zeros."""
-    made: dict[str, Pair] = {}
+    factors: dict[str, Pair] = {}
     gated = f"{experts}.gate_up_proj" in targets
     for kind in ("gate_up_proj" if gated else "up_proj", "down_proj"):
         target = targets[f"{experts}.{kind}"]
         wanted = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
-        found = {part: parts.pop(part) for part in wanted if part in parts}
-        if not found:
+        present = {projection: projections.pop(projection) for projection in wanted if projection in projections}
+        if not present:
             continue
         count = target.experts or 0
-        if wrong := sorted(index for each in found.values() for index in each if index >= count):
+        if wrong := sorted(index for each in present.values() for index in each if index >= count):
             raise ConfigError(f"{folder}: {experts} has factors of expert {wrong[0]}; this base has {count}")
-        rank = next(iter(next(iter(found.values())).values()))[0].shape[0]
+        rank = next(iter(next(iter(present.values())).values()))[0].shape[0]
         downs, ups, width = [], [], target.outputs // len(wanted)
-        for index, part in enumerate(wanted):
+        for index, projection in enumerate(wanted):
             none = (torch.zeros(rank, target.inputs), torch.zeros(width, rank))
-            pairs = [found.get(part, {}).get(expert, none) for expert in range(count)]
+            pairs = [present.get(projection, {}).get(expert, none) for expert in range(count)]
             if any(a.shape != (rank, target.inputs) or b.shape != (width, rank) for a, b in pairs):
                 raise ConfigError(
-                    f"{folder}: factors of {experts}'s {part} are not all [{rank}, {target.inputs}] and "
+                    f"{folder}: factors of {experts}'s {projection} are not all [{rank}, {target.inputs}] and "
                     f"[{width}, {rank}]"
                 )
             downs.append(torch.stack([a for a, _ in pairs]))
@@ -223,10 +223,12 @@ def _joined(
             ]
             ups.append(torch.cat(placed, 1))
         same = all(torch.equal(each, downs[0]) for each in downs)
-        made[target.name] = (downs[0], sum(ups[1:], ups[0])) if same else (torch.cat(downs, 1), torch.cat(ups, 2))
-    if parts:
-        raise ConfigError(f"{folder}: {experts} has factors of {some(sorted(parts))}, which these experts do not have")
-    return made
+        factors[target.name] = (downs[0], sum(ups[1:], ups[0])) if same else (torch.cat(downs, 1), torch.cat(ups, 2))
+    if projections:
+        raise ConfigError(
+            f"{folder}: {experts} has factors of {some(sorted(projections))}, which these experts do not have"
+        )
+    return factors
 
 
 # --------------------------------------------------------------------------------------------------------- writing

@@ -74,7 +74,7 @@ def find_targets(
 ) -> dict[str, Target]:
     """The targets of a model by name, those that this rank has. `head`: its output projection or the parameter that has
     it, of which ranks have parts (`vocabulary`); None: another rank's. `heads`: of latent attention, else None."""
-    found: list[Target] = []
+    targets: list[Target] = []
     for name, module in model.named_modules():
         if isinstance(module, Linear) and ".indexer." not in name and not name.startswith("visual."):
             (held, inputs), division = module.weight.shape, module.rows
@@ -82,19 +82,19 @@ def find_targets(
             if heads is not None and "kv_b_proj" in name:
                 of_heads = None if division is None else division.groups(target.outputs // heads)
                 target = replace(target, heads=heads, division=of_heads)
-            found.append(target)
+            targets.append(target)
         elif isinstance(module, Experts):
             for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
                 weight: nn.Parameter = getattr(module, kind)
                 _, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
                 swapped = module.clamp is not None
-                found.append(
+                targets.append(
                     Target(f"{name}.{kind}", weight, inputs, outputs, module.count, swapped, division=module.division)
                 )
     if head is not None:
         outputs, inputs = head.shape
-        found.append(Target(HEAD, head, inputs, vocabulary.count if vocabulary else outputs, division=vocabulary))
-    return {target.name: target for target in found}
+        targets.append(Target(HEAD, head, inputs, vocabulary.count if vocabulary else outputs, division=vocabulary))
+    return {target.name: target for target in targets}
 
 
 def choose_targets(targets: Mapping[str, Target], names: Sequence[str]) -> dict[str, Target]:
@@ -102,15 +102,15 @@ def choose_targets(targets: Mapping[str, Target], names: Sequence[str]) -> dict[
     module's name or its last part. Raises `ConfigError` for a name of none."""
     chosen: set[str] = set()
     for name in names:
-        found = {each for each, target in targets.items() if _matches(name, each, target)}
-        if not found:
-            parts = sorted({each.rsplit(".", 1)[-1] for each, target in targets.items() if target.experts is None})
+        matches = {each for each, target in targets.items() if _matches(name, each, target)}
+        if not matches:
+            suffixes = sorted({each.rsplit(".", 1)[-1] for each, target in targets.items() if target.experts is None})
             experts = f", {EXPERTS}" if any(target.experts for target in targets.values()) else ""
             raise ConfigError(
                 f"model.lora.targets names {name!r}, which this model does not have; it has {ALL}{experts}, "
-                f"{', '.join(parts)}, and modules by their whole names"
+                f"{', '.join(suffixes)}, and modules by their whole names"
             )
-        chosen |= found
+        chosen |= matches
     return {name: target for name, target in targets.items() if name in chosen}
 
 
@@ -217,16 +217,16 @@ class Adapter:
 
     def entries(self) -> dict[str, StoredParameter]:
         """`named_parameters` with their whole shapes and divisions over ranks. Live values are `scale` of B, and A."""
-        found = {}
+        entries = {}
         for name in self._held:
             target, scales = self.targets[name], (1.0, self.scales[name])
             of_both = zip((A, B), target.shapes(self.exact.rank_of(name)), scales, target.divisions, strict=True)
             for letter, shape, scale, division in of_both:
                 live = self._parameters[parameter_name(name, letter)]
-                found[parameter_name(name, letter)] = StoredParameter(
+                entries[parameter_name(name, letter)] = StoredParameter(
                     live, shape, live.requires_grad, scale, division=division
                 )
-        return found
+        return entries
 
     def exact_state(self) -> dict[str, Tensor]:
         """Its original float32 values, by parameter name; B unscaled."""

@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.output_gate = config.output_gate
         self.heads = heads_over(config.num_heads, config.num_kv_heads, tp)
         queries, groups = self.heads or (None, None)
-        q_rows, kv_rows = (rows_of(part, config.head_dim) for part in (queries, groups))
+        q_rows, kv_rows = (rows_of(division, config.head_dim) for division in (queries, groups))
         self.columns, gate_width = q_rows, (1 + config.output_gate) * config.head_dim
         self.q_proj = Linear(
             config.hidden_size, (1 + config.output_gate) * width, config.qkv_bias, rows=rows_of(queries, gate_width)
@@ -55,7 +55,7 @@ class Attention(nn.Module):
             return self._read(q, keys, values, None, step)
         q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.output_gate:  # each head's query, then its gate
-            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
+            q, gate = (chunk.flatten(1) for chunk in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
             gate = None
         queries, groups = self.heads or (None, None)
@@ -70,10 +70,10 @@ class Attention(nn.Module):
         """(queries, key store, value store), the step's tokens written into the stores; two fused kernels."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if self.q_proj.bias is None:
-            made = step.ops.qkv_linear(x, *(project.weight for project in projections))
+            projected = step.ops.qkv_linear(x, *(project.weight for project in projections))
         else:
-            made = (project(x, step.ops) for project in projections)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in made)
+            projected = (project(x, step.ops) for project in projections)
+        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)) for tensor in projected)
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.scale, self.k_norm.scale)
         slots, keys, values = cache.places(self.layer, "k", "v")
         q = step.ops.qkv_cache_write(q, k, v, norms, self.eps, step.positions, step.rope, slots, keys, values)

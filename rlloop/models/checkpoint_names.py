@@ -87,12 +87,15 @@ def stored_slices(
 
 
 def form_of(
-    found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], architecture: str
+    checkpoint_shapes: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], architecture: str
 ) -> str | None:
     """The form in which a checkpoint with tensors of these shapes holds its experts; None: the default."""
     for form in FORMS.get(architecture, ()):
         experts = {name: shape for name, shape in shapes.items() if name.endswith((GATE_UP, UP, DOWN))}
-        if stored_shapes(experts, architecture, form).items() <= {k: tuple(v) for k, v in found.items()}.items():
+        if (
+            stored_shapes(experts, architecture, form).items()
+            <= {k: tuple(v) for k, v in checkpoint_shapes.items()}.items()
+        ):
             return form
     return None
 

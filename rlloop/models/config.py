@@ -139,9 +139,9 @@ def _family(keys: Keys) -> tuple[str, Family]:
     return named[0], family
 
 
-def _token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:
-    ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+def _token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for id in ids:
         if type(id) is not int or not 0 <= id < vocab_size:
-            raise ModelError(f"eos_token_id is {given!r}; ids are whole numbers from 0 to {vocab_size - 1}")
+            raise ModelError(f"eos_token_id is {value!r}; ids are whole numbers from 0 to {vocab_size - 1}")
     return ids

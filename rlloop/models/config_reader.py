@@ -73,57 +73,57 @@ class Keys:
 
     def take(self, name: str, default: Any = None) -> Any:
         """Consume a key that changes nothing or that the caller checks; a null is `default`."""
-        given = self._left.pop(name, None)
-        return default if given is None else given
+        value = self._left.pop(name, None)
+        return default if value is None else value
 
     def count(self, name: str, default: int = ASKED, *, least: int = 1, most: int = MOST) -> int:
-        given = self._take_or(name, default)
-        if not isinstance(given, int) or isinstance(given, bool) or given < least:
-            self.refuse(name, given, "a positive whole number" if least else "a whole number, 0 or above")
-        if given > most:
-            self.refuse(name, given, f"at most {most}")
-        return given
+        value = self._take_or(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.refuse(name, value, "a positive whole number" if least else "a whole number, 0 or above")
+        if value > most:
+            self.refuse(name, value, f"at most {most}")
+        return value
 
     def number(self, name: str, default: float = ASKED, *, zero: bool = False) -> float:
-        given = self._take_or(name, default)
-        typed = isinstance(given, int | float) and not isinstance(given, bool)
-        if not typed or not (FLOAT32[0] <= given <= FLOAT32[1] or (zero and given == 0)):  # so no NaN, no infinity
-            self.refuse(name, given, f"{'0 or ' if zero else ''}a positive number that float32 holds")
-        return float(given)
+        value = self._take_or(name, default)
+        typed = isinstance(value, int | float) and not isinstance(value, bool)
+        if not typed or not (FLOAT32[0] <= value <= FLOAT32[1] or (zero and value == 0)):  # so no NaN, no infinity
+            self.refuse(name, value, f"{'0 or ' if zero else ''}a positive number that float32 holds")
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        given = self._take_or(name, default)
-        if not isinstance(given, bool):
-            self.refuse(name, given, "true or false")
-        return given
+        value = self._take_or(name, default)
+        if not isinstance(value, bool):
+            self.refuse(name, value, "true or false")
+        return value
 
     def names(
         self, name: str, allowed: Collection[str], length: int, letters: Mapping[str, str] | None = None
     ) -> list[str] | None:
         """One of `allowed` for each of `length` layers, from a list or (`letters`) a string; None without the key."""
-        if (given := self.take(name)) is None:
+        if (value := self.take(name)) is None:
             return None
-        kinds: list[str] = [OLDER_NAMES.get(kind) or kind for kind in given] if all_are(given, str) else []
-        if letters and isinstance(given, str):
-            kinds = [letters.get(letter, letter) for letter in given]
+        kinds: list[str] = [OLDER_NAMES.get(kind) or kind for kind in value] if all_are(value, str) else []
+        if letters and isinstance(value, str):
+            kinds = [letters.get(letter, letter) for letter in value]
         if len(kinds) != length or not {*kinds} <= {*allowed}:
             spelled = f" (or a string of {' '.join(letters)})" if letters else ""
-            self.refuse(name, given, f"{' or '.join(allowed)} for each of {length} layers{spelled}")
+            self.refuse(name, value, f"{' or '.join(allowed)} for each of {length} layers{spelled}")
         return kinds
 
     def fixed(self, name: str, *allowed: Any, null: bool = True) -> None:
         """Consume a key supported with these values only, each of which means the same as a missing key."""
         refused = self.null(name) and not null
-        given = self.take(name, allowed[0])
-        if refused or given not in allowed:
-            self.refuse(name, None if refused else given, " or ".join(json.dumps(value) for value in allowed))
+        actual = self.take(name, allowed[0])
+        if refused or actual not in allowed:
+            self.refuse(name, None if refused else actual, " or ".join(json.dumps(value) for value in allowed))
 
-    def refuse(self, name: str, given: Any, allowed: str) -> NoReturn:
-        shown = "null" if given is None else repr(given)
+    def refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
+        shown = "null" if value is None else repr(value)
         raise ModelError(f"config.json: {self._prefix}{name} is {shown}; supported is {allowed}")
 
     def refuse_the_rest(self) -> None:
-        unknown = sorted(name for name, given in self._left.items() if given is not None and name not in INERT)
+        unknown = sorted(name for name, value in self._left.items() if value is not None and name not in INERT)
         if unknown:
             raise ModelError(
                 f"config.json: rlloop does not know what {', '.join(self._prefix + name for name in unknown)} would "
@@ -136,8 +136,8 @@ class Keys:
         return self._left.pop(name, default)
 
 
-def all_are(given: Any, kind: type) -> bool:
-    return isinstance(given, list) and all(type(value) is kind for value in given)
+def all_are(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step,
     mine = torch.arange(end - begin).repeat(ep.size).repeat_interleave(counts[:, begin:end].flatten())
     if slots is not None:
         step = step.of_slots(ep.exchange(slots.repeat_interleave(top_k)[order], sends, receives))
-    made = _by_leaf(experts, rows, mine[:, None].to(device), receives, step)
-    return Spread.apply(exchanged(made, ep, receives, sends), inverse, order, 1).unflatten(0, (tokens, top_k))
+    outputs = _by_leaf(experts, rows, mine[:, None].to(device), receives, step)
+    return Spread.apply(exchanged(outputs, ep, receives, sends), inverse, order, 1).unflatten(0, (tokens, top_k))
 
 
 def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[int], step: Step) -> Tensor:
@@ -83,7 +83,7 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
         return experts.computed(rows, chosen, weights, step)[:, 0]
     ranks = len(receives) // count
     ends = accumulate((sum(receives[at : at + ranks]) for at in range(0, len(receives), ranks)), initial=0)
-    parts = []
+    outputs = []
     for leaf, (begin, end) in enumerate(pairwise(ends)):
 
         def tap(name: str, weight: Tensor, leaf: int = leaf) -> Tensor:
@@ -93,15 +93,15 @@ def _by_leaf(experts: OwnExperts, rows: Tensor, chosen: Tensor, receives: list[i
         for name, weight in weights.items():
             if adapted := step.ops.adapted(weight):
                 down, up = (
-                    tap(f"{name}.{part}.weight", x)
-                    for part, x in (("lora_A", adapted[0].down), ("lora_B", adapted[0].up))
+                    tap(f"{name}.{factor}.weight", x)
+                    for factor, x in (("lora_A", adapted[0].down), ("lora_B", adapted[0].up))
                 )
                 factors[id(tapped[name])] = replace(adapted[0], down=down, up=up)
         of_leaf, which = step, step.ops.adapters
         if which is not None and factors:
             of_leaf = replace(step, ops=step.ops.with_adapters(which.with_factors(factors)))
-        parts.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, of_leaf)[:, 0])
-    return torch.cat(parts)
+        outputs.append(experts.computed(rows[begin:end], chosen[begin:end], tapped, of_leaf)[:, 0])
+    return torch.cat(outputs)
 
 
 class _OfLeaf(torch.autograd.Function):
@@ -126,7 +126,7 @@ def _all_tokens(experts: OwnExperts, chosen: Tensor, step: Step, ep: Ranks, ever
     x, wanted, slots = every
     step = step if slots is None else step.of_slots(slots)
     mine = torch.where((wanted >= begin) & (wanted < end), wanted - begin, end - begin)
-    made = experts.computed(x, mine, dict(experts.named_parameters()), step).flatten(1)
-    back = ep.exchange(made, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)
+    outputs = experts.computed(x, mine, dict(experts.named_parameters()), step).flatten(1)
+    back = ep.exchange(outputs, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)
     owner = ((chosen + 1) * ep.size - 1) // experts.count  # the inverse of `share`
     return back.gather(0, owner[None, :, :, None].expand(1, -1, -1, back.shape[-1]))[0]

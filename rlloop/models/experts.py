@@ -20,11 +20,11 @@ BIAS = "e_score_correction_bias"  # stays float32 whatever the compute type; no 
 
 
 class Router(nn.Module):
-    """Hugging Face's `mlp.gate`. `place`: its index among the layers that have experts."""
+    """Hugging Face's `mlp.gate`. `index`: its index among the layers that have experts."""
 
-    def __init__(self, config: MixtureConfig, hidden_size: int, place: int) -> None:
+    def __init__(self, config: MixtureConfig, hidden_size: int, index: int) -> None:
         super().__init__()
-        self.config, self.place = config, place
+        self.config, self.place = config, index
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.bias else None
@@ -112,13 +112,13 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router with its experts. `place`: its index among the layers that have experts."""
+    """A router with its experts. `index`: its index among the layers that have experts."""
 
-    def __init__(self, config: ModelConfig, mixture: MixtureConfig, place: int, context: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, mixture: MixtureConfig, index: int, context: ParallelContext) -> None:
         super().__init__()
         width, size, tp = config.hidden_size, mixture.shared_size, context.tp
         self.experts = Experts(mixture, mixture.latent_size or width, context)
-        self.gate = Router(mixture, width, place)
+        self.gate = Router(mixture, width, index)
         self.shared_experts = self.shared_expert = self.shared_expert_gate = None
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if mixture.shared_gate:

@@ -141,7 +141,7 @@ class _CutLogprob(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
         positions: Tensor | None, raw: bool, division: Division, *terms: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        made = []
+        chunks = []
         for begin, rows, own in _chunks(hidden, division):
             logits = _logits(hidden, weight, terms, slice(begin, begin + sum(rows)), rows, division)
             logprobs, entropies = operators.score_logits(logits, targets[own], processing.rows(own.start, own.stop))
@@ -152,8 +152,8 @@ class _CutLogprob(torch.autograd.Function):
                 ids = draw(logits, processing.rows(own.start, own.stop), seeds[own], positions[own])[0]
             floats = (logprobs, entropies, raws)
             bits = torch.stack((*(x.view(torch.int32) for x in floats), ids.int()), 1)
-            made.append(division.ranks.gather(bits, 0, rows))
-        logprobs, entropies, raws, ids = (column.contiguous() for column in torch.cat(made).unbind(1))
+            chunks.append(division.ranks.gather(bits, 0, rows))
+        logprobs, entropies, raws, ids = (column.contiguous() for column in torch.cat(chunks).unbind(1))
         logprobs, entropies, raws = (x.view(torch.float32) for x in (logprobs, entropies, raws))
         ids = ids.long()
         ctx.save_for_backward(hidden, weight, targets, entropies, *terms)
@@ -177,8 +177,8 @@ class _CutLogprob(torch.autograd.Function):
             of_rows = (entropies[own], grad_logprobs[own], grad_entropies[own])
             gradient = kernels.score_logits_backward(logits, targets[own], *processed, *of_rows, hidden.dtype)
             if needs_hidden:
-                made = product(gradient, True, whole, False, hidden.dtype)
-                grad_hidden[chunk] = division.ranks.gather(made, 0, rows)
+                grad_rows = product(gradient, True, whole, False, hidden.dtype)
+                grad_hidden[chunk] = division.ranks.gather(grad_rows, 0, rows)
             columns = exchanged_rows(gradient, rows, division) if needs_weight or adapter else gradient
             if needs_weight:
                 grad_weight += product(columns, False, hidden[chunk], False, torch.float32)
@@ -211,10 +211,10 @@ def _logits(
     z, up, slots, ranks = terms
     if z is None or up is None or slots is None or ranks is None:
         return exchanged_parts(operators.logits(hidden[chunk], weight), rows, division)
-    made = operators.linear_with_terms(
+    logits = operators.linear_with_terms(
         hidden[chunk], weight, None, torch.float32, z[chunk], up, True, slots[chunk], ranks
     )
-    return exchanged_parts(made, rows, division)
+    return exchanged_parts(logits, rows, division)
 
 
 def _chunks(hidden: Tensor, division: Division):

@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.unflatten(-1, (self.num_heads, -1)).split([latent.nope_dim, latent.rope_dim], dim=-1)
         c, k_rope = self.kv_a_proj_with_mqa(x, ops).split([latent.kv_rank, latent.rope_dim], dim=-1)
         c, _ = ops.rms_norm(c, self.kv_a_layernorm.weight, LATENT_EPS)
-        q_rope, k_rope = (_rotated(part, step, latent.interleaved) for part in (q_rope, k_rope[:, None]))
+        q_rope, k_rope = (_rotated(tensor, step, latent.interleaved) for tensor in (q_rope, k_rope[:, None]))
         keys = torch.cat((c[:, None], k_rope), dim=-1)
         if step.cache is not None:
             (keys,) = step.cache.write(self.layer, latent=step.ops.cached(keys))
@@ -91,8 +91,8 @@ class LatentAttention(nn.Module):
             )  # fmt: skip
         else:
             read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
-        made = cut_head_linear(ops, read, up[:, latent.nope_dim :], True, weight, self.heads).flatten(1)
-        return self.o_proj.whole(made, ops, self.columns)
+        output = cut_head_linear(ops, read, up[:, latent.nope_dim :], True, weight, self.heads).flatten(1)
+        return self.o_proj.whole(output, ops, self.columns)
 
     def _expanded(self, queries: Tensor, latents: Tensor, step: Step) -> Tensor:
         """Unabsorbed attention over every head's keys and values, as in the paper's equations; for comparisons.
@@ -148,7 +148,7 @@ class Indexer(nn.Module):
         q = self.wq_b(reduced, ops).unflatten(-1, (heads, -1))
         assert self.k_norm.bias is not None
         k = ops.layer_norm(self.wk(x, ops), self.k_norm.weight, self.k_norm.bias, LATENT_EPS)[:, None]
-        q, k = (self._with_rope(part, step) for part in (q, k))
+        q, k = (self._with_rope(tensor, step) for tensor in (q, k))
         if step.cache is not None:
             (k,) = step.cache.write(self.layer, index_k=k)
         weights = ops.index_weights(x, self.weights_proj.weight) * heads**-0.5

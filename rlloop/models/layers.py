@@ -151,7 +151,7 @@ class Mlp(nn.Module):
             plain = not (is_packed(*both) or any(map(ops.adapted, both)))
             if plain and self.inner is not None and peers is not None and peers.takes(x, self.inner):
                 return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
-            made = ops.gated_linear(x, gate.weight, up.weight)
+            gated = ops.gated_linear(x, gate.weight, up.weight)
         else:
-            made = ops.silu_mul(gate(x, ops), up(x, ops))
-        return self.down_proj.whole(made, ops, self.inner)
+            gated = ops.silu_mul(gate(x, ops), up(x, ops))
+        return self.down_proj.whole(gated, ops, self.inner)

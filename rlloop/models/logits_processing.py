@@ -19,7 +19,7 @@ def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
 
 def warp_for(
     sampling: Sequence[SamplingParams | None],
-    made: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
     eos_token_ids: tuple[int, ...],
     *,
     device: str | torch.device = "cpu",
@@ -28,7 +28,7 @@ def warp_for(
     """The temperature, truncation and banned tokens of N rows of logits.
 
     `sampling[i]` is row i's (None: temperature 1, nothing truncated, nothing banned); with `counts`, that of the next
-    `counts[i]` rows. `made` [N] counts the tokens that the completion had before each row's token.
+    `counts[i]` rows. `lengths` [N] counts the tokens that the completion had before each row's token.
     """
     params = [item if item is not None and _warps(item) else None for item in sampling]
     if not any(params):
@@ -45,7 +45,7 @@ def warp_for(
         rows = params if counts is None else [item for item, n in zip(params, counts, strict=True) for _ in range(n)]
         banned = [
             stop_ids(item, eos_token_ids) if item is not None and done < item.min_tokens else ()
-            for item, done in zip(rows, np.asarray(made).tolist(), strict=True)
+            for item, done in zip(rows, np.asarray(lengths).tolist(), strict=True)
         ]
         if any(banned):
             starts = np.cumsum([0, *map(len, banned)])

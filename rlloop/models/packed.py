@@ -43,21 +43,21 @@ class Scheme:
 
     def parts(self, name: str) -> dict[str, str]:
         """The stored names of a weight's parts."""
-        return {part: name.removesuffix(self.strips) + ending for part, ending in self.names.items()}
+        return {kind: name.removesuffix(self.strips) + ending for kind, ending in self.names.items()}
 
 
 def read_scheme(raw: Any) -> Scheme:
     """The scheme of a `quantization_config`. Raises `ModelError` for a format that is not read, by its name."""
-    given: dict[str, Any] = raw if isinstance(raw, dict) else {}
-    method, form = given.get("quant_method"), given.get("format")
+    config: dict[str, Any] = raw if isinstance(raw, dict) else {}
+    method, form = config.get("quant_method"), config.get("format")
     if method == "mxfp4":
         return Scheme(MXFP4, {"codes": "_blocks", "scales": "_scales"}, strips="")
-    if method == "fp8" and given.get("weight_block_size") == [128, 128] and given.get("fmt", "e4m3") in E4M3:
+    if method == "fp8" and config.get("weight_block_size") == [128, 128] and config.get("fmt", "e4m3") in E4M3:
         return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"})
-    if method == "modelopt" and given.get("quant_algo") == "NVFP4":
+    if method == "modelopt" and config.get("quant_algo") == "NVFP4":
         names = {"codes": ".weight", "scales": ".weight_scale", "of_tensor": ".weight_scale_2"}
         return Scheme(NVFP4, names)
-    groups = given.get("config_groups")
+    groups = config.get("config_groups")
     weights = [each.get("weights") or {} for each in groups.values()] if isinstance(groups, dict) else []
     if method == "compressed-tensors" and form == "nvfp4-pack-quantized":
         names = {"codes": ".weight_packed", "scales": ".weight_scale", "of_tensor": ".weight_global_scale"}
@@ -69,7 +69,7 @@ def read_scheme(raw: Any) -> Scheme:
             return Scheme(INT4, names)
         form = f"pack-quantized with {', '.join(f'{key}={weights[0].get(key)!r}' for key in wanted)}"
     said = ", ".join(f"{key} {value!r}" for key, value in (("quant_method", method), ("format", form)) if value)
-    said += "".join(f", {key} {given[key]!r}" for key in ("weight_block_size", "quant_algo", "fmt") if key in given)
+    said += "".join(f", {key} {config[key]!r}" for key in ("weight_block_size", "quant_algo", "fmt") if key in config)
     raise ModelError(
         f"config.json has a quantization_config of {said or repr(raw)}, which is not read; weights may be float32, "
         f"bfloat16, float16, {SUPPORTED}"
@@ -89,7 +89,7 @@ class PackedReader:
         }
         self._shapes = {name: shapes[name] for name in self.names}
         beside = {each for each in tensors if each.endswith(BESIDE)}
-        self.parts = beside | {part for parts in self.names.values() for part in parts.values()}
+        self.parts = beside | {name for names in self.names.values() for name in names.values()}
 
     def found(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the equivalent plain weights; `plain`: those of the stored tensors."""
@@ -100,27 +100,27 @@ class PackedReader:
     ) -> Iterator[tuple[str, PackedWeight]]:
         """Packed weights in `held` by plain name. Raises `ModelError` for parts that are missing or misshapen."""
         tensors, weight_of = self._stored.tensors, dict[str, tuple[str, str]]()
-        for name, parts in self.names.items():
-            if missing := [part for part in parts.values() if part not in tensors]:
+        for name, stored_names in self.names.items():
+            if missing := [each for each in stored_names.values() if each not in tensors]:
                 raise ModelError(f"{where} lacks {', '.join(missing)}, without which {name} cannot be read")
             if name in held:
-                weight_of |= {stored: (name, part) for part, stored in parts.items()}
+                weight_of |= {stored: (name, kind) for kind, stored in stored_names.items()}
         begun: dict[str, dict[str, Tensor]] = {}  # weights some of whose parts have been read
         for stored, tensor in self._stored.read(weight_of):
-            name, part = weight_of[stored]
-            parts = begun.setdefault(name, {})
-            parts[part] = tensor.to(device, copy=True)
-            if len(parts) < len(self.names[name]):
+            name, kind = weight_of[stored]
+            components = begun.setdefault(name, {})
+            components[kind] = tensor.to(device, copy=True)
+            if len(components) < len(self.names[name]):
                 continue
-            made = self._made(name, begun.pop(name), where)
-            if made.shape != self._shapes[name]:
+            weight = self._made(name, begun.pop(name), where)
+            if weight.shape != self._shapes[name]:
                 raise ModelError(
-                    f"{where}: {name} has shape {list(made.shape)}; config.json says {list(self._shapes[name])}"
+                    f"{where}: {name} has shape {list(weight.shape)}; config.json says {list(self._shapes[name])}"
                 )
-            yield name, made.like(lambda x: x, dtype)
+            yield name, weight.like(lambda x: x, dtype)
 
-    def _made(self, name: str, parts: Mapping[str, Tensor], where: str) -> PackedWeight:
-        packing, codes, scales = self._scheme.packing, parts["codes"], parts["scales"]
+    def _made(self, name: str, components: Mapping[str, Tensor], where: str) -> PackedWeight:
+        packing, codes, scales = self._scheme.packing, components["codes"], components["scales"]
         if packing is MXFP4:
             codes = codes.flatten(-2)
         rows, width = codes.shape[-2], codes.shape[-1] * packing.each
@@ -131,24 +131,24 @@ class PackedReader:
         groups = -(-width // packing.group)
         if tuple(scales.shape[-2:]) != (rows, groups) or scales.dtype != packing.scales:
             raise ModelError(
-                f"{where}: scales of {name} are {scales.dtype} {list(parts['scales'].shape)}; {packing.name} of "
+                f"{where}: scales of {name} are {scales.dtype} {list(components['scales'].shape)}; {packing.name} of "
                 f"{rows} x {width} needs {packing.scales}, one for {packing.group} inputs"
             )
         of_tensor = None
-        if "of_tensor" in parts:
-            whole = parts["of_tensor"].float().reshape(())
+        if "of_tensor" in components:
+            whole = components["of_tensor"].float().reshape(())
             of_tensor = (1 / whole if self._scheme.divides else whole).expand(rows, 1).contiguous()
         return PackedWeight(codes, scales, packing, tensor_scale=of_tensor, transposed=packing is MXFP4)
 
 
-def stacked(parts: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
+def stacked(matrices: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
     """Experts' matrices as one weight: by expert, and by the first of its rows."""
-    first = next(iter(parts[min(parts)].values()))
+    first = next(iter(matrices[min(matrices)].values()))
 
     def gathered(kind: str) -> Tensor:
         return torch.stack([
-            torch.cat([getattr(parts[expert][begin], kind) for begin in sorted(parts[expert])])
-            for expert in sorted(parts)
+            torch.cat([getattr(matrices[expert][begin], kind) for begin in sorted(matrices[expert])])
+            for expert in sorted(matrices)
         ])  # fmt: skip
 
     scale = None if first.tensor_scale is None else gathered("tensor_scale")
@@ -175,7 +175,7 @@ def finished(
     packed: Mapping[str, dict[int, dict[int, PackedWeight]]], state: Mapping[str, Tensor], where: str
 ) -> Iterator[tuple[str, Tensor]]:
     """The experts that `place` put aside. Raises `ModelError` where some of a layer's are packed and others plain."""
-    for parameter, parts in packed.items():
+    for parameter, experts in packed.items():
         if parameter in state:
             raise ModelError(f"{where}: some experts of {parameter} are packed and some are not; store all alike")
-        yield parameter, torch.nn.Parameter(stacked(parts), requires_grad=False)
+        yield parameter, torch.nn.Parameter(stacked(experts), requires_grad=False)

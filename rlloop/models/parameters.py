@@ -43,7 +43,7 @@ class ParameterStore:
         if self._architecture is None:
             return live
         named = {**stored_state(live, self._architecture), **{alias: live[of] for alias, of in self.aliases.items()}}
-        return {part: x for name, tensor in named.items() for part, x in fp8.as_stored(name, tensor).items()}
+        return {key: x for name, tensor in named.items() for key, x in fp8.as_stored(name, tensor).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}

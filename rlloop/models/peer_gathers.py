@@ -41,9 +41,9 @@ class PeerGathers:
         self._meet()
         self._memory.rewind()
 
-    def gather(self, part: Tensor, division: Division) -> Tensor:
+    def gather(self, columns: Tensor, division: Division) -> Tensor:
         """[T, n] own columns -> [T, N]."""
-        return self._made(part, division, lambda to: self._kernels.write(part, to.places, division.count))
+        return self._made(columns, division, lambda to: self._kernels.write(columns, to.places, division.count))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division) -> Tensor:
         """x [T, K], own rows of weight and bias -> [T, N]."""

@@ -15,9 +15,9 @@ def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bo
     `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `trains`: it is a trainer's, whose
     cp ranks split sequences; an engine's has cp 1.
     """
-    if (found := _fault(config, layout, trains)) is None:
+    if (misfit := _fault(config, layout, trains)) is None:
         return
-    fault, fitting = found
+    fault, fitting = misfit
     while (further := _fault(config, fitting, trains)) is not None:
         fitting = further[1]
     changed = {name: degree for name, degree in vars(fitting).items() if degree != getattr(layout, name)}
@@ -75,7 +75,7 @@ def _experts_fit(config: ModelConfig, layout: Layout, most: int) -> Layout:
 
 def _heads(config: ModelConfig) -> int:
     """The smallest number of heads in any layer."""
-    recurrent = [part.num_heads for part in (config.delta, config.mamba) if part is not None]
+    recurrent = [mixer.num_heads for mixer in (config.delta, config.mamba) if mixer is not None]
     return min([config.num_heads, *recurrent])
 
 

@@ -94,7 +94,7 @@ class DeltaNet(_ByHead):
         ops, delta = step.ops, self.config
         mixed = self.conv1d(self.in_proj_qkv(x, ops), step, self.layer)
         q, k, v = mixed.split(self.widths, dim=-1)
-        q, k = (self._unit(part.unflatten(-1, (-1, delta.key_dim)), step) for part in (q, k))
+        q, k = (self._unit(tensor.unflatten(-1, (-1, delta.key_dim)), step) for tensor in (q, k))
         decay, _ = ops.recurrent_gates(self.in_proj_a(x, ops), self.A_log, self.dt_bias)
         b = self.in_proj_b(x, ops)
         b = b.to(torch.promote_types(b.dtype, torch.float32))
@@ -136,7 +136,7 @@ class Mamba(_ByHead):
         ops, mamba = step.ops, self.config
         gate, mixed, dt = self.in_proj(x, ops).split((self.widths[0], sum(self.widths), len(self.A_log)), dim=-1)
         v, k, q = self.conv1d(mixed, step, self.layer).split(self.widths, dim=-1)
-        k, q = (part.unflatten(-1, (-1, mamba.state_dim)) for part in (k, q))
+        k, q = (tensor.unflatten(-1, (-1, mamba.state_dim)) for tensor in (k, q))
         v = v.unflatten(-1, (-1, mamba.head_dim))
         decay, beta = ops.recurrent_gates(dt, self.A_log, self.dt_bias, mamba.least_step)
         read = self._scan(q, k, v, decay, beta, False, step)
@@ -152,9 +152,9 @@ def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
     return None if step.cache is None else step.cache.carried(layer, name)
 
 
-def _widths(whole: tuple[int, ...], parts: tuple[Division | None, ...]) -> tuple[int, ...]:
+def _widths(whole: tuple[int, ...], divisions: tuple[Division | None, ...]) -> tuple[int, ...]:
     """This rank's widths of concatenated parts."""
-    return tuple(width if part is None else part.size for width, part in zip(whole, parts, strict=True))
+    return tuple(width if division is None else division.size for width, division in zip(whole, divisions, strict=True))
 
 
 def delta_states(config: DeltaConfig, context: ParallelContext, ops: Ops) -> dict[str, tuple[int, ...]]:

@@ -42,13 +42,13 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
     (transformers 5)."""
     missing = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **MISSING.get(architecture, {})}
     scaling, parameters = keys.take("rope_scaling"), keys.take("rope_parameters")
-    for name, given in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if given is not None and not isinstance(given, dict):
-            keys.refuse(name, given, "null or an object")
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if value is not None and not isinstance(value, dict):
+            keys.refuse(name, value, "null or an object")
     if scaling and parameters and scaling != parameters:
         raise ModelError("config.json has both rope_scaling and rope_parameters, and they differ; keep one")
-    name, given = "rope_scaling" if scaling else "rope_parameters", scaling or parameters
-    rope = Keys(missing.get("rope_parameters", {}) if given is None else given, f"{name}.")
+    name, settings = "rope_scaling" if scaling else "rope_parameters", scaling or parameters
+    rope = Keys(missing.get("rope_parameters", {}) if settings is None else settings, f"{name}.")
     if architecture == "MiniMaxM2ForCausalLM" and keys.has("rotary_dim"):  # its name for the share
         width = keys.copy().count("head_dim", 128)
         missing["partial_rotary_factor"] = keys.count("rotary_dim", most=width) / width
@@ -77,10 +77,10 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
 def _sections(rope: Keys, default: list[int]) -> tuple[int, ...]:
     """Frequencies by axis of the position: time, height, width."""
     rope.fixed("mrope_interleaved", True)
-    given = rope.take("mrope_section", default)
-    if not all_are(given, int) or len(given) != 3 or min(given) < 0:
-        rope.refuse("mrope_section", given, "three whole numbers, of time, height and width")
-    return tuple(given)
+    sections = rope.take("mrope_section", default)
+    if not all_are(sections, int) or len(sections) != 3 or min(sections) < 0:
+        rope.refuse("mrope_section", sections, "three whole numbers, of time, height and width")
+    return tuple(sections)
 
 
 def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:

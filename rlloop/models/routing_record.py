@@ -40,11 +40,12 @@ class RoutingRecord:
     def replays(self) -> bool:
         return self._replayed is not None
 
-    def spread(self, places: Tensor) -> None:
-        """Make this a record of the tokens that stand at `places` [N] int64 of the forward, some of them repeatedly."""
+    def spread(self, indices: Tensor) -> None:
+        """Make this a record of the tokens that stand at `indices` [N] int64 of the forward, some of them
+        repeatedly."""
         for layer, scores in self.scores.items():
-            self._chosen[layer], self.scores[layer] = self._chosen[layer][places], _Repeated.apply(scores, places)
-        self._selected = {layer: selected[places] for layer, selected in self._selected.items()}
+            self._chosen[layer], self.scores[layer] = self._chosen[layer][indices], _Repeated.apply(scores, indices)
+        self._selected = {layer: selected[indices] for layer, selected in self._selected.items()}
 
     def own(self, begin: int, end: int) -> RoutingRecord:
         """A part of this record for one rank's range of tokens; `gather` makes it whole."""
@@ -84,19 +85,19 @@ class RoutingRecord:
 
 
 class _Repeated(torch.autograd.Function):
-    """Rows of x [T, E] at `places` [N], each row once or more. The gradients of its copies are added in order; on a GPU
-    `index_select` adds them in any."""
+    """Rows of x [T, E] at `indices` [N], each row once or more. The gradients of its copies are added in order; on a
+    GPU `index_select` adds them in any."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, places)
+    def forward(ctx: Any, x: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        return x.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        copies = grads[0].index_select(0, places.argsort(stable=True))
-        return torch.segment_reduce(copies, "sum", lengths=places.bincount(), axis=0), None
+        (indices,) = ctx.saved_tensors
+        copies = grads[0].index_select(0, indices.argsort(stable=True))
+        return torch.segment_reduce(copies, "sum", lengths=indices.bincount(), axis=0), None
 
 
 def _digest(selected: Tensor) -> Tensor:
@@ -143,8 +144,8 @@ class ChoiceCounts:
             setattr(self, f"{name}_different", getattr(self, f"{name}_different") + int(different.sum()))
 
     @classmethod
-    def sum(cls, parts: Sequence[ChoiceCounts]) -> ChoiceCounts:
-        return cls(*(sum(numbers) for numbers in zip(*(astuple(part) for part in parts), strict=True)))
+    def sum(cls, counts: Sequence[ChoiceCounts]) -> ChoiceCounts:
+        return cls(*(sum(numbers) for numbers in zip(*(astuple(each) for each in counts), strict=True)))
 
     def metrics(self) -> dict[str, float]:
         """`parity/router_different` and `parity/indexer_different`; absent where nothing was compared."""

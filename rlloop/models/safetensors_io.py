@@ -129,8 +129,8 @@ class StoredWeights:
 def _part(stored: Any, cut: Cut) -> Tensor:
     """Read only this part of a stored tensor."""
     before = (slice(None),) * cut.dim
-    parts = [stored[(*before, slice(begin, end))] for begin, end in cut.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+    slices = [stored[(*before, slice(begin, end))] for begin, end in cut.ranges]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, cut.dim)
 
 
 def write_single(folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -234,16 +234,16 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
 
 
 def likeliest(
-    model: Model, logits: Tensor, count: int, sampling: SamplingParams | None = None, made: int = 0
+    model: Model, logits: Tensor, count: int, sampling: SamplingParams | None = None, length: int = 0
 ) -> Alternatives:
     """The `count` tokens of largest logit in each row of logits [T, V], with logprobs that have the trainer's bits.
 
-    `sampling`: the distribution of `Alternatives.logprobs`; `made`: how many tokens the completion had before.
+    `sampling`: the distribution of `Alternatives.logprobs`; `length`: how many tokens the completion had before.
     """
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # [T, k]
     rows = logits.repeat_interleave(ids.shape[1], 0)
     counts = [len(rows)]
-    warp = warp_for([sampling], np.full(len(rows), made), model.eos_token_ids, device=logits.device, counts=counts)
+    warp = warp_for([sampling], np.full(len(rows), length), model.eos_token_ids, device=logits.device, counts=counts)
     scored = [model.ops.score_logits(rows, ids.flatten(), each)[0] for each in (warp, LogitsProcessing())]
     return Alternatives(ids.cpu().numpy(), *(each.view(ids.shape).cpu().numpy() for each in scored))
 
@@ -331,11 +331,12 @@ def _predicted(
         return hidden, targets, warp, np.diff(cuts).tolist()
     assert cp.size == 1
     assert all(row.sampling is None for row in used)
-    parts = zip(
+    pairs = zip(
         hidden.split([len(at) for at in picked]), scored, strict=True
     )  # copies, so that their gradients add in order
     wide = [
-        part if each.ndim == 1 else part[:, None].expand(-1, each.shape[1], -1).flatten(0, 1) for part, each in parts
+        states if each.ndim == 1 else states[:, None].expand(-1, each.shape[1], -1).flatten(0, 1)
+        for states, each in pairs
     ]
     return torch.cat(wide), targets, warp, [len(targets)]
 
@@ -343,8 +344,8 @@ def _predicted(
 def _images(
     model: Model, rows: Sequence[ScoreRow], lengths: Sequence[int], starts: Sequence[int]
 ) -> PlacedFeatures | None:
-    parts = zip((row.model_input for row in rows), [0] * len(rows), lengths, starts, strict=True)
-    return place_features(parts, model.see)
+    segments = zip((row.model_input for row in rows), [0] * len(rows), lengths, starts, strict=True)
+    return place_features(segments, model.see)
 
 
 def _positions(rows: Sequence[ScoreRow], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:

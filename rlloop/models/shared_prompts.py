@@ -75,7 +75,7 @@ class Pieces:
 
         Example: lengths [130, 133], shared [0, 128]: spans [(0, 0, 128), (0, 128, 130), (1, 128, 133)].
         """
-        spans, families, starts, places, total = [], [], [], [], 0
+        spans, families, starts, indices, total = [], [], [], [], 0
         prefix = np.zeros(0, np.int64)
         for row, (length, known, ahead) in enumerate(zip(lengths, shared, [*shared[1:], 0], strict=True)):
             begin = max(known, ahead)
@@ -87,9 +87,9 @@ class Pieces:
             families[-1].append(length - begin)
             spans.append((row, begin, length))
             starts.append(total - begin)
-            places.append(np.concatenate([prefix, np.arange(total, total + length - begin)]))
+            indices.append(np.concatenate([prefix, np.arange(total, total + length - begin)]))
             total += length - begin
-        return cls(spans, families, np.array(starts), places)
+        return cls(spans, families, np.array(starts), indices)
 
     @property
     def shares(self) -> bool:

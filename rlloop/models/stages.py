@@ -131,7 +131,7 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, both: Tensor, pipe: Ranks, back: Ranks) -> tuple[Tensor, ...]:
         ctx.back = back
-        return tuple(part.clone() for part in pipe.receive(both, pipe.rank - 1).unbind())
+        return tuple(tensor.clone() for tensor in pipe.receive(both, pipe.rank - 1).unbind())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:

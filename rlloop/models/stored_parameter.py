@@ -40,14 +40,14 @@ class StoredParameter:
             return whole.like(lambda x: division.take(x.view(_bytes(x)), 0).view(x.dtype).contiguous())
         return division.take(whole, self.dim)
 
-    def whole(self, part: Tensor | None = None) -> Tensor:
-        """The whole parameter, or (`part`, a tensor like `live`) another tensor of its shape. Collective."""
-        part, division = self.live.detach() if part is None else part, self.division
+    def whole(self, shard: Tensor | None = None) -> Tensor:
+        """The whole parameter, or (`shard`, a tensor like `live`) another tensor of its shape. Collective."""
+        shard, division = self.live.detach() if shard is None else shard, self.division
         if division is None:
-            return part
-        if isinstance(part, PackedWeight):
-            return part.like(lambda x: division.gather(x.view(_bytes(x)), 0).view(x.dtype))
-        return division.gather(part, self.dim)
+            return shard
+        if isinstance(shard, PackedWeight):
+            return shard.like(lambda x: division.gather(x.view(_bytes(x)), 0).view(x.dtype))
+        return division.gather(shard, self.dim)
 
 
 def _bytes(x: Tensor) -> torch.dtype:

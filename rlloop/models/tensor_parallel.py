@@ -73,8 +73,8 @@ def _input_gradient(
     wanted = columns or evenly(weight.shape[1], rows.ranks)
     assert wanted is not None
     lanes = exchanged_parts(weight.T, wanted.sizes, rows)  # own columns of all rows, [k, N]
-    made = product(grad, True, lanes, True, dtype)
-    return made if columns is not None else wanted.gather(made, 1)
+    grad_input = product(grad, True, lanes, True, dtype)
+    return grad_input if columns is not None else wanted.gather(grad_input, 1)
 
 
 def cut_linear(
@@ -103,8 +103,8 @@ def cut_head_linear(
         return ops.head_linear(x, weight, by_row, part_of)
     factors, which = adapted
     every = replace(factors, up=gathered(factors.up, heads, 0))
-    made = operators.adapted_head_linear(gathered(x, heads, 1), gathered(weight, heads, 0), by_row, every, which)
-    return taken(made, heads, 1)
+    outputs = operators.adapted_head_linear(gathered(x, heads, 1), gathered(weight, heads, 0), by_row, every, which)
+    return taken(outputs, heads, 1)
 
 
 Attend = Callable[..., Tensor]  # (q, k, v, layout, selected) -> attention's output
@@ -146,13 +146,13 @@ class _SpreadAttention(torch.autograd.Function):
             with torch.enable_grad():
                 layout = AttentionLayout.of_families(families[begin:end], q.device)
                 out = ctx.attend(*inputs, layout, None if selected is None else selected[own])
-                made: Sequence[Tensor] = torch.autograd.grad(out, inputs, grad)
+                gradients: Sequence[Tensor] = torch.autograd.grad(out, inputs, grad)
         else:
-            made = inputs
-        grad_q = exchanged_rows(made[0].detach(), rows, queries)
+            gradients = inputs
+        grad_q = exchanged_rows(gradients[0].detach(), rows, queries)
         others = (
             ranks.gather(x.detach(), 0, rows) if groups is None else exchanged_rows(x.detach(), rows, groups)
-            for x in made[1:]
+            for x in gradients[1:]
         )
         return grad_q, *others, *[None] * 5
 

@@ -97,8 +97,8 @@ class Model(nn.Module):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
         with torch.device("meta"):
-            parts = Model(config, profile, self.context)
-        self.model, self.lm_head = parts.model, parts.lm_head
+            skeleton = Model(config, profile, self.context)
+        self.model, self.lm_head = skeleton.model, skeleton.lm_head
         self._take_parts(weights_of)
         self.refresh()
         if (theirs := weights_of.adapter) is not None:  # the base is frozen

@@ -47,16 +47,16 @@ class PlacedFeatures:
 
 
 def place_features(
-    parts: Iterable[tuple[ModelInput | None, int, int, int]], see: Callable[[list[Image]], list[Tensor]]
+    segments: Iterable[tuple[ModelInput | None, int, int, int]], see: Callable[[list[Image]], list[Tensor]]
 ) -> PlacedFeatures | None:
     """Compute and place the features of all images in a forward; None without images.
 
-    Each part is (input, begin, end, at): its tokens `begin` to `end` are the flat tokens from `at` on. `see` makes the
-    features of distinct images (`Model.see`).
+    Each segment is (input, begin, end, at): its tokens `begin` to `end` are the flat tokens from `at` on. `see` makes
+    the features of distinct images (`Model.see`).
     """
     uses = [
         (span.image, max(span.start, begin), min(span.end, end), span.start, at - begin)
-        for model_input, begin, end, at in parts
+        for model_input, begin, end, at in segments
         if model_input is not None
         for span in model_input.contents
         if span.image is not None and span.start < end and begin < span.end
@@ -103,7 +103,7 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, step: TowerStep) -> Tensor:
         q, k, v = self.qkv(x, step.ops).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        q, k = (step.ops.rope(part, step.places, *step.rope) for part in (q, k))
+        q, k = (step.ops.rope(tensor, step.places, *step.rope) for tensor in (q, k))
         return self.proj(step.ops.full_attention(q, k, v, step.layout, self.scale).flatten(1), step.ops)
 
 
@@ -181,11 +181,11 @@ class Tower(nn.Module):
         """Features [1 + L, F, out] of each image. `run(index, block, *args)` calls a block."""
         weight, config = self.pos_embed.weight, self.config
         grids = [_grid(image.height, image.width, config) for image in images]
-        cos, sin = (torch.cat(parts).to(weight.device) for parts in zip(*(grid.rope for grid in grids), strict=True))
+        cos, sin = (torch.cat(tables).to(weight.device) for tables in zip(*(grid.rope for grid in grids), strict=True))
         lengths = [len(image.patches) for image in images]
-        places = torch.arange(sum(lengths), device=weight.device)
+        positions = torch.arange(sum(lengths), device=weight.device)
         layout = AttentionLayout.of_sequences(lengths, weight.device)
-        step = TowerStep(layout, (cos, sin), places, ops)
+        step = TowerStep(layout, (cos, sin), positions, ops)
         patches = torch.cat([torch.from_numpy(image.patches) for image in images]).to(weight.device, weight.dtype)
         x = self.patch_embed(patches, ops) + self._positions(grids, weight)
         deep = {}
@@ -225,10 +225,10 @@ def _grid(height: int, width: int, config: VisionConfig) -> _Grid:
 
     def between(at: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """([P, 2] lines of the table on both sides, [P, 2] shares)."""
-        place = at.float() * (side - 1) / max(count - 1, 1)
-        before = place.floor()
+        coordinate = at.float() * (side - 1) / max(count - 1, 1)
+        before = coordinate.floor()
         lines = torch.stack((before, before + 1), -1)
-        shares = (1 - (place[:, None] - lines).abs()).clamp(min=0)
+        shares = (1 - (coordinate[:, None] - lines).abs()).clamp(min=0)
         return lines.long().clamp(max=side - 1), shares
 
     (low, by_row), (left, by_column) = between(row, height), between(column, width)

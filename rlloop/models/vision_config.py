@@ -47,19 +47,19 @@ def split(raw: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], Ke
     text = {**text, "architectures": [architecture], "model_type": None, "tie_word_embeddings": tied}
     for each in (keys, Keys(text, "text_config.")):
         each.fixed("quantization_config", None)  # packed or 8-bit weights are not proven beside images
-    if (given := keys.take("eos_token_id")) is not None:
-        text.setdefault("eos_token_id", given)
+    if (eos_token_id := keys.take("eos_token_id")) is not None:
+        text.setdefault("eos_token_id", eos_token_id)
     return text, keys
 
 
 def with_tower(config: ModelConfig, keys: Keys, raw: Mapping[str, Any]) -> ModelConfig:
     """The text model's configuration and its tower's. `keys`: those of the whole model that are left."""
-    given = keys.take("vision_config")
-    if not isinstance(given, dict):
-        keys.refuse("vision_config", given, "an object")
+    vision_config = keys.take("vision_config")
+    if not isinstance(vision_config, dict):
+        keys.refuse("vision_config", vision_config, "an object")
     token = keys.count("image_token_id", least=0, most=config.vocab_size - 1)
     keys.refuse_the_rest()
-    vision = _read(Keys(given, "vision_config."), TOWERED[config.architecture], token)
+    vision = _read(Keys(vision_config, "vision_config."), TOWERED[config.architecture], token)
     if vision.out_size != config.hidden_size:
         Keys({}, "vision_config.").refuse(
             "out_hidden_size", vision.out_size, f"the decoder's hidden_size ({config.hidden_size})"

@@ -59,10 +59,10 @@ class ImageProcessor:
         if file.is_file():
             return _read(Keys(read_json(file)), config.vision, file)
         whole = file.with_name("processor_config.json")  # transformers 5 saves all of a processor in one file
-        given = read_json(whole).get("image_processor") if whole.is_file() else None
-        if not isinstance(given, dict):
+        section = read_json(whole).get("image_processor") if whole.is_file() else None
+        if not isinstance(section, dict):
             raise ModelError(f"{folder} has no {FILE}, which says how its images are cut; copy the released one")
-        return _read(Keys(given), config.vision, whole)
+        return _read(Keys(section), config.vision, whole)
 
     @classmethod
     def if_any(cls, folder: str | Path) -> ImageProcessor | None:
@@ -134,16 +134,16 @@ class ImageProcessor:
             raise ConfigError(
                 f"the prompt has {count} placeholders (token {token}) and {len(images)} images; give one for each"
             )
-        ids, places, left = list[int](), list[int](), iter(images)
+        ids, positions, left = list[int](), list[int](), iter(images)
         for each in token_ids:
             if each != token:
                 ids.append(each)
                 continue
             image = next(left)
             features = image.height * image.width // self.vision.merge_size**2
-            places += range(len(ids), len(ids) + features)
+            positions += range(len(ids), len(ids) + features)
             ids += [token] * features
-        return ModelInput.with_images(ids, places, images) if images else ModelInput(ids)
+        return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
 
 
 def _opened(content: bytes) -> Any:
@@ -188,9 +188,9 @@ def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:
         ("patch_size", vision.patch_size), ("temporal_patch_size", vision.temporal_patch_size),
         ("merge_size", vision.merge_size),
     ):  # fmt: skip
-        given = keys.count(name, {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}[name])
-        if given != wanted:
-            raise ModelError(f"{file}: {name} is {given}, and the model's tower has {wanted}; it is another model's")
+        value = keys.count(name, {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}[name])
+        if value != wanted:
+            raise ModelError(f"{file}: {name} is {value}, and the model's tower has {wanted}; it is another model's")
     size = keys.take("size", {})
     if not isinstance(size, dict):
         keys.refuse("size", size, "an object")
@@ -208,15 +208,15 @@ def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:
     mean, std = (_three(keys, name, default) for name, default in (
         ("image_mean", (0.48145466, 0.4578275, 0.40821073)), ("image_std", (0.26862954, 0.26130258, 0.27577711))
     ))  # fmt: skip
-    made = ImageProcessor(vision, least, most, mean, std, keys.number("rescale_factor", 1 / 255))
+    processor = ImageProcessor(vision, least, most, mean, std, keys.number("rescale_factor", 1 / 255))
     keys.refuse_the_rest()
-    return made
+    return processor
 
 
 def _three(keys: Keys, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    given = keys.take(name, list(default))
-    if not isinstance(given, list) or len(given) != 3 or not all(isinstance(x, int | float) for x in given):
-        keys.refuse(name, given, "three numbers")
-    if name == "image_std" and min(given) <= 0:
-        keys.refuse(name, given, "three positive numbers")
-    return tuple(map(float, given))
+    values = keys.take(name, list(default))
+    if not isinstance(values, list) or len(values) != 3 or not all(isinstance(x, int | float) for x in values):
+        keys.refuse(name, values, "three numbers")
+    if name == "image_std" and min(values) <= 0:
+        keys.refuse(name, values, "three positive numbers")
+    return tuple(map(float, values))

@@ -134,9 +134,9 @@ def new_model(
             tensor = torch.randn(shape, generator=generator) * parsed.initializer_range
         if name not in held:
             continue
-        part = held[name].part(tensor)  # a view would keep the whole
+        shard = held[name].part(tensor)  # a view would keep the whole
         kind = None if name in in_8_bits else _compute(name, compute)
-        state[name] = (part if part is tensor else part.clone()).to(context.device, kind)
+        state[name] = (shard if shard is tensor else shard.clone()).to(context.device, kind)
     return _assemble(parsed, state, context, profile, None, in_8_bits)
 
 
@@ -176,8 +176,8 @@ def save_model(
     state = {name: x.dequantised() if isinstance(x, Fp8Weight) else x for name, x in state.items()}
     if is_packed(*state.values()):
         raise ModelError("packed weights are frozen, and their folder holds them already; copy it instead of saving")
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    _check(config, found, _shapes(config), "the state to save")
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    _check(config, shapes, _shapes(config), "the state to save")
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         write_single(folder, stored_state(state, config.architecture))
@@ -228,21 +228,21 @@ def _read(
         entries = ParameterStore(Model(config, None, context)).entries
     stored, shapes = StoredWeights.open(folder), _shapes(config)
     left_out = _left_out(config, stored)
-    found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
-    form = form_of(found, shapes, config.architecture)
+    checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
+    form = form_of(checkpoint_shapes, shapes, config.architecture)
     expected = stored_shapes(shapes, config.architecture, form)
     packed = _packed_reader(config, stored, expected)
     if packed is not None:
-        found = packed.found(found)
+        checkpoint_shapes = packed.found(checkpoint_shapes)
     if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
         log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
-    _check(config, found, expected, str(folder))
-    plain = found.keys() - (packed.names if packed is not None else {})
+    _check(config, checkpoint_shapes, expected, str(folder))
+    plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
     for name in plain:
         check_plain(str(folder), name, stored.tensors[name])
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture, form)}
     tied = StoredSlice(EMBEDDING)  # it may be stored under its other name as well
-    held = {name for name in found if _holds(entries, slices.get(name, tied))}
+    held = {name for name in checkpoint_shapes if _holds(entries, slices.get(name, tied))}
     cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
@@ -269,9 +269,9 @@ def _read(
                 raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
             rows = slices.get(name)
             if rows is not None and rows.expert is None and entries[rows.parameter].division is not None:
-                part = entries[rows.parameter].part(weight)
-                assert isinstance(part, PackedWeight)
-                weight = part.like(torch.clone)  # a view would keep the whole
+                shard = entries[rows.parameter].part(weight)
+                assert isinstance(shard, PackedWeight)
+                weight = shard.like(torch.clone)  # a view would keep the whole
             place(state, aside, rows, name, weight)
         state.update(finished(aside, state, str(folder)))
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
@@ -332,16 +332,16 @@ def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, 
 
 
 def _check(
-    config: ModelConfig, found: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
 ) -> None:
     """Raises `ModelError` for names and shapes other than `expected`; `where` names them in messages."""
     embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
     allowed = {**expected, HEAD: expected[embedding]}  # some checkpoints of tied models store both
-    if unknown := sorted(found.keys() - allowed.keys()):
+    if unknown := sorted(shapes.keys() - allowed.keys()):
         raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - shapes.keys()):
         raise ModelError(f"{where} lacks tensors that {config.architecture} needs: {_some(missing)}")
-    for name, shape in found.items():
+    for name, shape in shapes.items():
         if shape != allowed[name]:
             raise ModelError(f"{where}: {name} has shape {list(shape)}; config.json says {list(allowed[name])}")
 

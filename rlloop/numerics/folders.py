@@ -27,9 +27,9 @@ def private(folder: Path) -> Path:
         private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
     me = os.geteuid()
-    for found in (folder.lstat(), folder.stat()):  # a link, too
-        if found.st_uid != me:
-            raise PermissionError(None, f"it belongs to user {found.st_uid}, and this process is user {me}'s")
+    for status in (folder.lstat(), folder.stat()):  # a link, too
+        if status.st_uid != me:
+            raise PermissionError(None, f"it belongs to user {status.st_uid}, and this process is user {me}'s")
     if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(None, f"others may write into it: chmod go-w {folder}")
     for above in {*folder.absolute().parents, *folder.resolve().parents}:
@@ -45,13 +45,13 @@ def kernel_folder(name: str) -> Path:
     """The folder of compiled kernels: the environment's NUMBA_CACHE_DIR, or kernels/ in its RLLOOP_CACHE or
     ~/.cache/rlloop. If that is not private, a temporary folder of this user, with a warning; if that is not private
     either, one that is deleted with the process."""
-    given, own = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("RLLOOP_CACHE")
+    numba_cache, own = os.environ.get("NUMBA_CACHE_DIR"), os.environ.get("RLLOOP_CACHE")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    top = Path(given or own or home / "rlloop")
+    top = Path(numba_cache or own or home / "rlloop")
     shared = Path(tempfile.gettempdir()) / f"rlloop-{os.geteuid()}"
     for root in (top, shared):
         try:
-            inside = private(root) if given and root is top else private(private(root) / "kernels")
+            inside = private(root) if numba_cache and root is top else private(private(root) / "kernels")
             return private(inside / name)
         except OSError as error:
             log.warning(

@@ -63,9 +63,9 @@ class Fp8Weight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, span: int, dtype: torch.dtype) -> Fp8Weight:
-        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
-        made.codes, made.scales, made.span, made._widened = codes, scales, span, None
-        return made
+        weight = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+        weight.codes, weight.scales, weight.span, weight._widened = codes, scales, span, None
+        return weight
 
     def __init__(self, *stored: Any) -> None:
         """As `__new__`."""
@@ -77,12 +77,12 @@ class Fp8Weight(torch.Tensor):
         """`values` [..., N, K] quantised, to compute with in `dtype`."""
         *outer, rows, width = values.shape
         blocks = rows // span * -(-span // BLOCK)
-        made = cls(
+        weight = cls(
             torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device),
             torch.empty(*outer, blocks, -(-width // BLOCK), device=values.device), span, dtype,
         )  # fmt: skip
-        made.write(values)
-        return made
+        weight.write(values)
+        return weight
 
     def write(self, values: Tensor) -> None:
         """Quantise `values` [..., N, K] into the bytes, in place."""
@@ -91,12 +91,12 @@ class Fp8Weight(torch.Tensor):
         matrices = values.detach().reshape(-1, rows, width)
         some = max(1, WRITTEN // max(1, rows * width))
         for at in range(0, len(matrices), some):
-            part = matrices[at : at + some].to(codes.device, torch.float32)
-            spans = _blocks(part.unflatten(1, (-1, self.span)), width).movedim(2, -1)  # [e, spans, K / 128, 128, span]
+            chunk = matrices[at : at + some].to(codes.device, torch.float32)
+            spans = _blocks(chunk.unflatten(1, (-1, self.span)), width).movedim(2, -1)  # [e, spans, K / 128, 128, span]
             largest = _blocks(spans, self.span).abs().amax((3, 5))  # [e, spans, K / 128, span / 128]
             scales[at : at + some] = scales_of(largest).mT.flatten(1, 2)
             wide = _row_scales(scales[at : at + some], rows, self.span).repeat_interleave(BLOCK, -1)[..., :width]
-            codes[at : at + some] = codes_of(part, wide)
+            codes[at : at + some] = codes_of(chunk, wide)
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight itself: exact in bfloat16 and wider types."""

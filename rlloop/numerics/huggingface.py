@@ -104,8 +104,8 @@ def attention(
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
     outs = []
-    for part in zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True):
-        queries, keys, values = (x.transpose(0, 1)[None] for x in part)
+    for sequence in zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in sequence)
         scores = torch.matmul(queries, keys.transpose(2, 3)) * scale
         outs.append(torch.matmul(scores.softmax(-1, dtype=torch.float32).to(q.dtype), values)[0].transpose(0, 1))
     return torch.cat(outs)
@@ -113,17 +113,17 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, sca
 
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     """One expert after the other, its tokens in the order of their slots."""
-    made = x.new_zeros(*chosen.shape, x.shape[1])
+    outputs = x.new_zeros(*chosen.shape, x.shape[1])
     for expert in chosen.unique().tolist():
         slot, token = torch.where((chosen == expert).T)
         if clamped is not None:
-            made = made.index_put((token, slot), clamped_expert(x[token], up, down, expert, clamped))
+            outputs = outputs.index_put((token, slot), clamped_expert(x[token], up, down, expert, clamped))
             continue
         inner = torch.nn.functional.linear(x[token], up[expert])
         inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else inner.relu().square()
         out = torch.nn.functional.linear(inner, down[expert])
-        made = made.index_put((token, slot), out)
-    return made
+        outputs = outputs.index_put((token, slot), out)
+    return outputs
 
 
 def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:

@@ -46,7 +46,7 @@ OPERATIONS = {  # knob -> what it chooses the implementation of
 
 def is_outside(name: str) -> bool:
     """True if `name` has the form of an outside module's path."""
-    return "." in name and all(part.isidentifier() for part in name.split("."))
+    return "." in name and all(component.isidentifier() for component in name.split("."))
 
 
 def implementation(name: str, operation: str) -> Callable[..., Any]:

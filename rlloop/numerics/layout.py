@@ -215,8 +215,8 @@ class AdapterSlots:
         return self._slots is None
 
     def of(self, weight: torch.Tensor) -> Factors | None:
-        found = self._factors.get(id(weight))
-        return found() if callable(found) else found
+        factors = self._factors.get(id(weight))
+        return factors() if callable(factors) else factors
 
     def slots(self, like: torch.Tensor) -> torch.Tensor:
         """[T] int64, for the rows of `like` [T, ...]."""

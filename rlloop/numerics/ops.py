@@ -133,8 +133,8 @@ class Ops:
         if all(isinstance(weight, Fp8Weight) for weight in weights):
             q, k, v = operators.fp8_linears(x, weights)
             return q, k, v
-        if made := self._one_adapter(x, weights, False):
-            q, k, v = made
+        if outputs := self._one_adapter(x, weights, False):
+            q, k, v = outputs
             return q, k, v
         if is_packed(*weights) or any(map(self.adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
@@ -145,8 +145,8 @@ class Ops:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
         if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
             return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
-        if made := self._one_adapter(x, (gate, up), True):
-            return made[0]
+        if outputs := self._one_adapter(x, (gate, up), True):
+            return outputs[0]
         if is_packed(gate, up) or self.adapted(gate) or self.adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)

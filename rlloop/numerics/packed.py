@@ -63,10 +63,10 @@ class PackedWeight(torch.Tensor):
     ) -> PackedWeight:  # fmt: skip
         *groups, rows, width = codes.shape
         shape = (*groups, *((width * packing.each, rows) if transposed else (rows, width * packing.each)))
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
-        made.codes, made.scales, made.tensor_scale = codes, scales, tensor_scale
-        made.packing, made.transposed = packing, transposed
-        return made
+        weight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+        weight.codes, weight.scales, weight.tensor_scale = codes, scales, tensor_scale
+        weight.packing, weight.transposed = packing, transposed
+        return weight
 
     def __init__(self, *stored: Any, **options: Any) -> None:
         """As `__new__`."""
@@ -118,12 +118,12 @@ class PackedWeight(torch.Tensor):
         if by_kernel is not None:
             return by_kernel(self)
         if len(self.codes.shape) > 2:  # one matrix at a time: float32 values of all would take twice the memory
-            parts = [self.matrix(index).dequantised() for index in range(len(self))]
-            return torch.stack(parts)
+            matrices = [self.matrix(index).dequantised() for index in range(len(self))]
+            return torch.stack(matrices)
         values, scales = self.values(), self.group_scales()
         scales = scales.repeat_interleave(self.packing.group, -1)[..., : values.shape[-1]]
-        made = (values * scales).to(torch.bfloat16).to(self.dtype)
-        return made.mT if self.transposed else made
+        weight = (values * scales).to(torch.bfloat16).to(self.dtype)
+        return weight.mT if self.transposed else weight
 
     def is_finite(self) -> bool:
         """True if no weight is NaN or infinite; dequantises only if the largest codes would be."""

@@ -109,9 +109,9 @@ def _read(scores: Tensor, values: Tensor, split: int, sink: Tensor | None = None
     size = split or scores.shape[-1]
     top, total = (scores.new_tensor(number) for number in ((-torch.inf, 0.0) if sink is None else (0.0, 1.0)))
     top, read = top if sink is None else widen(sink), values.new_zeros(())
-    for part, rows in zip(scores.split(size, dim=-1), values.split(size), strict=True):
-        highest = torch.maximum(top, part.amax(-1, keepdim=True))
-        fade, mass = torch.exp(top - highest), torch.exp(part - highest)
+    for chunk, rows in zip(scores.split(size, dim=-1), values.split(size), strict=True):
+        highest = torch.maximum(top, chunk.amax(-1, keepdim=True))
+        fade, mass = torch.exp(top - highest), torch.exp(chunk - highest)
         top, total, read = highest, total * fade + mass.sum(-1, keepdim=True), read * fade + mass @ rows
     return read / total
 
@@ -201,8 +201,8 @@ def _chosen(values: list[float], routing: Routing) -> list[int]:
     values = [-torch.inf if value != value else value for value in values]
     if routing.groups > 1:
         size = len(values) // routing.groups
-        parts = [values[g * size : (g + 1) * size] for g in range(routing.groups)]
-        best = order([sum(sorted(part)[-2:]) for part in parts])[: routing.top_groups]
+        groups = [values[g * size : (g + 1) * size] for g in range(routing.groups)]
+        best = order([sum(sorted(group)[-2:]) for group in groups])[: routing.top_groups]
         values = [value if e // size in best else -torch.inf for e, value in enumerate(values)]
     return order(values)[: routing.top_k]
 

@@ -123,17 +123,17 @@ def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
     if x.is_cuda and x.dtype == torch.bfloat16 and clamped is None:
         return _grouped_experts(x, up, down, chosen, gated)
-    made = x.new_zeros(chosen.numel(), x.shape[1])
+    outputs = x.new_zeros(chosen.numel(), x.shape[1])
     flat = chosen.flatten()
     for expert in flat.unique().tolist():
         at = (flat == expert).nonzero()[:, 0]
         if clamped is not None:
-            made = made.index_add(0, at, clamped_expert(x[at // chosen.shape[1]], up, down, expert, clamped))
+            outputs = outputs.index_add(0, at, clamped_expert(x[at // chosen.shape[1]], up, down, expert, clamped))
             continue
         inner = F.linear(x[at // chosen.shape[1]], up[expert])
         inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
-        made = made.index_add(0, at, F.linear(inner, down[expert]))
-    return made.view(*chosen.shape, -1)
+        outputs = outputs.index_add(0, at, F.linear(inner, down[expert]))
+    return outputs.view(*chosen.shape, -1)
 
 
 def _grouped_experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool) -> Tensor:
@@ -141,8 +141,8 @@ def _grouped_experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated:
     order, ends = by_expert(chosen, len(down))
     inner = F.grouped_mm(x[order // chosen.shape[1]], up.mT, offs=ends)
     inner = silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
-    made = F.grouped_mm(inner, down.mT, offs=ends)
-    return torch.zeros_like(made).index_copy(0, order, made).view(*chosen.shape, -1)
+    outputs = F.grouped_mm(inner, down.mT, offs=ends)
+    return torch.zeros_like(outputs).index_copy(0, order, outputs).view(*chosen.shape, -1)
 
 
 def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, each: bool) -> Tensor:
@@ -193,11 +193,11 @@ def attention(
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    parts = zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True)
+    sequences = zip(*(x.split(layout.query_start.diff().tolist()) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
-            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part), scale=scale)[0].transpose(0, 1)
-            for part in parts
+            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in sequence), scale=scale)[0].transpose(0, 1)
+            for sequence in sequences
         ]
     )
 
@@ -207,12 +207,12 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, s
     begin, pages = layout.query_start[:-1, None], layout.block_start
     counts = layout.query_start.diff()[:, None]
     most = 1 if len(q) == len(pages) else int(counts.max())
-    place = torch.arange(most, device=q.device)
+    offsets = torch.arange(most, device=q.device)
     slots = (pages[..., None] + torch.arange(layout.block_size, device=q.device)).flatten(1)  # [S, L]
     slots = slots.clamp(0, len(k) - 1)  # a short sequence's last pages may be anything
-    position, key = (layout.context[:, None] + place)[..., None], torch.arange(slots.shape[1], device=q.device)
+    position, key = (layout.context[:, None] + offsets)[..., None], torch.arange(slots.shape[1], device=q.device)
     seen = (key <= position) & (key > position - window) if window else key <= position  # [S, most, L]
-    queries = q[(begin + place).clamp(max=len(q) - 1)]  # [S, most, H, D]
+    queries = q[(begin + offsets).clamp(max=len(q) - 1)]  # [S, most, H, D]
     out = F.scaled_dot_product_attention(
         queries.transpose(1, 2),
         k[slots].transpose(1, 2),
@@ -221,7 +221,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, s
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     ).transpose(1, 2)
-    return out[:, 0] if most == 1 else out[place < counts]
+    return out[:, 0] if most == 1 else out[offsets < counts]
 
 
 def index_weights(x: Tensor, weight: Tensor) -> Tensor:
@@ -294,10 +294,10 @@ def processed(logits: Tensor, processing: LogitsProcessing) -> Tensor:
     if processing.temperature is not None and greedy is not None:
         z = z / torch.where(greedy, 1.0, processing.temperature)[:, None]
     value, index = torch.sort(z, dim=-1, descending=True, stable=True)
-    place = torch.arange(z.shape[-1], device=z.device)
+    ranks = torch.arange(z.shape[-1], device=z.device)
     drop = torch.zeros_like(value, dtype=torch.bool)
     if processing.top_k is not None:
-        drop |= (place >= processing.top_k[:, None]) & (processing.top_k[:, None] > 0)
+        drop |= (ranks >= processing.top_k[:, None]) & (processing.top_k[:, None] > 0)
     if processing.top_p is not None:
         p = value.masked_fill(drop, -torch.inf).softmax(-1)
         drop |= (p.cumsum(-1) - p >= processing.top_p[:, None]) & (processing.top_p[:, None] < 1)

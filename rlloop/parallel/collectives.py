@@ -51,12 +51,12 @@ class Ranks:
             whole = x.new_empty((*x.shape[:dim], largest, *x.shape[dim + 1 :]))
             whole.narrow(dim, 0, x.shape[dim]).copy_(x)
             x = whole
-        parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(_bytes(parts), _bytes(x.contiguous()), group=self.group)
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(_bytes(gathered), _bytes(x.contiguous()), group=self.group)
         if dim == 0 and min(extents) == largest:
-            return parts.flatten(0, 1)
-        each = zip(parts.unbind(), extents, strict=True)
-        return torch.cat([part.narrow(dim, 0, extent) for part, extent in each], dim)
+            return gathered.flatten(0, 1)
+        each = zip(gathered.unbind(), extents, strict=True)
+        return torch.cat([shard.narrow(dim, 0, extent) for shard, extent in each], dim)
 
     @meets
     def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -81,9 +81,9 @@ class Ranks:
         if min(sizes) == max(sizes):
             dist.all_gather_into_tensor(_bytes(x), _bytes(rows[self.rank]), group=self.group)
             return x
-        for source, part in enumerate(rows):
-            if len(part):
-                dist.broadcast(_bytes(part), group=self.group, group_src=source)
+        for source, chunk in enumerate(rows):
+            if len(chunk):
+                dist.broadcast(_bytes(chunk), group=self.group, group_src=source)
         return x
 
     def share_all_rows(self, shared: Sequence[tuple[Tensor, Sequence[int]]]) -> None:
@@ -99,8 +99,8 @@ class Ranks:
             sizes = [sum(map(len, each)) for each in by_rank]
             got = self.gather(torch.cat(by_rank[self.rank]), 0, sizes)
             every = [piece for each in by_rank for piece in each]
-            for piece, part in zip(every, got.split([len(piece) for piece in every]), strict=True):
-                piece.copy_(part)
+            for piece, received in zip(every, got.split([len(piece) for piece in every]), strict=True):
+                piece.copy_(received)
 
     @meets
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -153,17 +153,17 @@ def buckets(sizes: Sequence[int], kinds: Sequence[object] | None = None) -> list
 
     A function of its arguments alone, so that ranks agree on it.
     """
-    found: list[list[int]] = []
+    complete: list[list[int]] = []
     waiting: dict[object, list[int]] = {}
     for index, (size, kind) in enumerate(zip(sizes, kinds or [None] * len(sizes), strict=True)):
         if size > SMALL:
-            found.append([index])
+            complete.append([index])
             continue
         bucket = waiting.setdefault(kind, [])
         bucket.append(index)
         if sum(sizes[each] for each in bucket) + SMALL > BUCKET:
-            found.append(waiting.pop(kind))
-    return found + list(waiting.values())
+            complete.append(waiting.pop(kind))
+    return complete + list(waiting.values())
 
 
 def _bytes(x: Tensor) -> Tensor:

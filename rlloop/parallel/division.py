@@ -77,22 +77,22 @@ class Division:
         ranges = tuple(tuple((begin // width, end // width) for begin, end in each) for each in self.ranges)
         return Division(self.ranks, self.count // width, ranges)
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
+    def gather(self, shard: Tensor, dim: int) -> Tensor:
         """The whole of a tensor of which each rank gives its part."""
-        return self.ordered(self.ranks.gather(part, dim, self.sizes), dim)
+        return self.ordered(self.ranks.gather(shard, dim, self.sizes), dim)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part; a view where it is one range."""
-        parts = [whole.narrow(dim, begin, end - begin) for begin, end in self.own]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        pieces = [whole.narrow(dim, begin, end - begin) for begin, end in self.own]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
-    def ordered(self, parts: Tensor, dim: int) -> Tensor:
+    def ordered(self, shards: Tensor, dim: int) -> Tensor:
         """All ranks' parts, end to end in order of rank, as the whole."""
         if self._places is None:
-            return parts
-        if parts.device not in self._on:  # the copy of a CUDA graph that is being recorded must be here already
-            self._on[parts.device] = torch.tensor(self._places, device=parts.device)
-        return parts.index_select(dim, self._on[parts.device])
+            return shards
+        if shards.device not in self._on:  # the copy of a CUDA graph that is being recorded must be here already
+            self._on[shards.device] = torch.tensor(self._places, device=shards.device)
+        return shards.index_select(dim, self._on[shards.device])
 
     @cached_property
     def _on(self) -> dict[torch.device, Tensor]:
@@ -104,7 +104,7 @@ class Division:
         held = [index for each in self.ranges for begin, end in each for index in range(begin, end)]
         if held == list(range(self.count)):
             return None
-        first = {index: place for place, index in reversed(list(enumerate(held)))}
+        first = {index: position for position, index in reversed(list(enumerate(held)))}
         return [first[index] for index in range(self.count)]
 
 
@@ -112,8 +112,8 @@ def evenly(count: int, ranks: Ranks, unit: int = 1) -> Division | None:
     """Consecutive parts that differ by one unit at most; None for one rank."""
     if ranks.size == 1:
         return None
-    parts = tuple((share(count // unit, ranks.size, rank),) for rank in range(ranks.size))
-    return Division(ranks, count // unit, parts).times(unit)
+    ranges = tuple((share(count // unit, ranks.size, rank),) for rank in range(ranks.size))
+    return Division(ranks, count // unit, ranges).times(unit)
 
 
 def in_tiles(count: int, ranks: Ranks) -> Division | None:
@@ -160,9 +160,9 @@ def end_to_end(divisions: Sequence[Division]) -> Division:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, division: Division, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, division: Division, dim: int) -> Tensor:
         ctx.division, ctx.dim = division, dim
-        return division.gather(part, dim)
+        return division.gather(shard, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,11 +180,11 @@ class _Taken(torch.autograd.Function):
         return ctx.division.gather(grads[0], ctx.dim), None, None
 
 
-def gathered(part: Tensor, division: Division | None, dim: int = -1) -> Tensor:
+def gathered(shard: Tensor, division: Division | None, dim: int = -1) -> Tensor:
     """The whole tensor, on every rank. Differentiable; without a division, the tensor itself."""
     if division is None:
-        return part
-    return _Gathered.apply(part, division, dim) if torch.is_grad_enabled() else division.gather(part, dim)
+        return shard
+    return _Gathered.apply(shard, division, dim) if torch.is_grad_enabled() else division.gather(shard, dim)
 
 
 def taken(whole: Tensor, division: Division | None, dim: int = -1) -> Tensor:
@@ -204,17 +204,17 @@ def exchanged_parts(x: Tensor, rows: Sequence[int], division: Division) -> Tenso
     sends = [count * x.shape[1] * rest for count in rows]
     receives = [mine * size * rest for size in division.sizes]
     got = ranks.exchange(x.contiguous().view(-1), sends, receives).split(receives)
-    parts = [part.view(mine, size, *x.shape[2:]) for part, size in zip(got, division.sizes, strict=True)]
-    return division.ordered(torch.cat(parts, 1), 1)
+    columns = [piece.view(mine, size, *x.shape[2:]) for piece, size in zip(got, division.sizes, strict=True)]
+    return division.ordered(torch.cat(columns, 1), 1)
 
 
 def exchanged_rows(x: Tensor, rows: Sequence[int], division: Division) -> Tensor:
     """The reverse of `exchanged_parts`: [rows[rank], count, ...] -> [sum of rows, n, ...]."""
     ranks = division.ranks
-    parts = [torch.cat([x[:, begin:end] for begin, end in each], 1).reshape(-1) for each in division.ranges]
+    chunks = [torch.cat([x[:, begin:end] for begin, end in each], 1).reshape(-1) for each in division.ranges]
     size = division.size
     receives = [count * size * math.prod(x.shape[2:]) for count in rows]
-    got = ranks.exchange(torch.cat(parts), [len(part) for part in parts], receives)
+    got = ranks.exchange(torch.cat(chunks), [len(chunk) for chunk in chunks], receives)
     return got.view(sum(rows), size, *x.shape[2:])
 
 
@@ -224,6 +224,6 @@ def spans(costs: Sequence[float], count: int) -> list[Range]:
     Example: `spans([1, 1, 2], 2)` is `[(0, 2), (2, 3)]`.
     """
     until = [0.0, *accumulate(costs)]
-    wanted = [until[-1] * part / count for part in range(count)]
+    wanted = [until[-1] * index / count for index in range(count)]
     starts = [min(range(len(until)), key=lambda at, cost=cost: abs(until[at] - cost)) for cost in wanted]
     return list(pairwise([*starts, len(costs)]))

@@ -23,20 +23,20 @@ def different_weights(trainer: Model, engine: Model) -> dict[str, str]:
     context, own = trainer.context, entries_of(trainer)
     digests = {name: _digest(entry.live) for name, entry in own.items()}
     coordinates = context.coordinates
-    part = (coordinates["tp"], coordinates["pp"], context.ranks("ep").rank)
-    alike = [theirs for theirs, at in context.ranks("world").gather_objects((digests, part)) if at == part]
-    found: dict[str, str] = {}
+    shard = (coordinates["tp"], coordinates["pp"], context.ranks("ep").rank)
+    alike = [theirs for theirs, at in context.ranks("world").gather_objects((digests, shard)) if at == shard]
+    reasons: dict[str, str] = {}
     for name, digest in digests.items():
         [(usual, _)] = Counter(each[name] for each in alike).most_common(1)
         if digest != usual:
-            found[name] = "the trainer's is not that of other ranks"
+            reasons[name] = "the trainer's is not that of other ranks"
     if context.layout.pp > 1 or engine.context.layout.pp > 1:
-        return found
+        return reasons
     for name, entry in entries_of(engine).items():
         whole = own[name].whole()
         if not torch.equal(_bits(entry.live), _bits(entry.part(whole))):
-            found.setdefault(name, "the engine's is not the trainer's")
-    return found
+            reasons.setdefault(name, "the engine's is not the trainer's")
+    return reasons
 
 
 def of_weights(weights: Sequence[dict[str, str]]) -> Finding:

@@ -34,9 +34,9 @@ def find(name: str) -> tuple[Path, str] | None:
 
 def available() -> dict[str, Path]:
     """Every name that `find` knows, with its file. Variants of a recipe stand as NAME/VARIANT."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in reversed(folders()):
         for file in folder.glob("*/*.yaml"):
             name = file.parent.name if file.stem == "config" else f"{file.parent.name}/{file.stem}"
-            found[name] = file
-    return dict(sorted(found.items()))
+            files[name] = file
+    return dict(sorted(files.items()))

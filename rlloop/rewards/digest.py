@@ -31,9 +31,9 @@ def reward_sources(reward: Any) -> dict[str, str]:
         depth = module.__name__.count(".") + (path.name == "__init__.py")
         top = path.parents[: depth + 1][-1]  # where Python found it
         _collect(module.__name__, path, path.parent, top, digests)
-    parts = getattr(reward, "rewards", None)
-    for part in parts.values() if isinstance(parts, Mapping) else ():
-        digests |= reward_sources(part)
+    rewards = getattr(reward, "rewards", None)
+    for component in rewards.values() if isinstance(rewards, Mapping) else ():
+        digests |= reward_sources(component)
     return dict(sorted(digests.items()))
 
 
@@ -79,11 +79,11 @@ def _collect(name: str, file: Path, root: Path, top: Path, digests: dict[str, st
         if file.suffix != ".py":
             continue
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        found = {each for each in _imports(source, package) if f"{each}.".startswith(f"{inside}." if inside else "")}
-        for imported in found - seen:
+        imports = {each for each in _imports(source, package) if f"{each}.".startswith(f"{inside}." if inside else "")}
+        for imported in imports - seen:
             path = top.joinpath(*imported.split("."))
             unread += [(imported, each) for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()]
-        seen |= found
+        seen |= imports
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,13 +92,13 @@ def _imports(source: bytes, package: str) -> frozenset[str]:
 
     Read from bytecode: `ast.parse` fails where another thread calls it as well (Python 3.11, gh-106905).
     """
-    finder, unread, found = ModuleFinder(), [compile(source, package, "exec", dont_inherit=True)], set[str]()
+    finder, unread, modules = ModuleFinder(), [compile(source, package, "exec", dont_inherit=True)], set[str]()
     while unread:
         code = unread.pop()
         for kind, operands in finder.scan_opcodes(code):
             if kind in ("absolute_import", "relative_import"):
                 level, names, base = operands if kind == "relative_import" else (0, *operands)
                 whole = importlib.util.resolve_name("." * level + base, package) if level else base
-                found |= {whole, *(f"{whole}.{each}" for each in names or ())}
+                modules |= {whole, *(f"{whole}.{each}" for each in names or ())}
         unread += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(found)
+    return frozenset(modules)

@@ -119,8 +119,8 @@ class Judge:
             price = self._price(answer)
             cost, self.spent = cost + price, self.spent + price
             try:
-                found = _object_of(answer)
-                return found, read(found)
+                parsed = _object_of(answer)
+                return parsed, read(parsed)
             except Unreadable:
                 unreadable += 1
                 raise
@@ -209,13 +209,13 @@ class JudgeReward:
     async def close(self) -> None:
         await self.judge.close()
 
-    def _scores(self, found: dict[str, Any]) -> dict[str, float]:
+    def _scores(self, answer: dict[str, Any]) -> dict[str, float]:
         scores = {}
         for name in self._weights:
             try:
-                score = float(found[name])
+                score = float(answer[name])
             except (KeyError, TypeError, ValueError):
-                raise Unreadable(f"the judge answered {found!r:.200}, without a number for {name}") from None
+                raise Unreadable(f"the judge answered {answer!r:.200}, without a number for {name}") from None
             if not 0 <= score <= self._scale:
                 raise Unreadable(f"the judge scored {name} with {score:g}, outside of 0 to {self._scale}")
             scores[name] = score / self._scale
@@ -315,14 +315,14 @@ def _object_of(answer: Any) -> dict[str, Any]:
         text = answer["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError) as error:
         raise Unreadable(f"the judge answered {answer!r:.300}, which is no chat completion") from error
-    if (found := last_object(text)) is None:
+    if (parsed := last_object(text)) is None:
         raise Unreadable(f"the judge answered {text!r:.300}, without a JSON object")
-    return found
+    return parsed
 
 
 def last_object(text: str) -> dict[str, Any] | None:
     """The last JSON object in a text, whatever stands around it."""
-    decoder, found = json.JSONDecoder(), None
+    decoder, last = json.JSONDecoder(), None
     at = text.find("{")
     while at >= 0:
         try:
@@ -330,9 +330,9 @@ def last_object(text: str) -> dict[str, Any] | None:
         except ValueError:
             end = at + 1
         else:
-            found = value
+            last = value
         at = text.find("{", end)
-    return found
+    return last
 
 
 def _ring(members: Sequence[int], opponents: int) -> list[tuple[int, int]]:
@@ -346,12 +346,12 @@ def _ring(members: Sequence[int], opponents: int) -> list[tuple[int, int]]:
     return [order for a, b in sorted(map(sorted, pairs)) for order in ((a, b), (b, a))]
 
 
-def _won(found: dict[str, Any]) -> float:
+def _won(answer: dict[str, Any]) -> float:
     """Score of answer A: 1, 1/2 or 0."""
     shares = {"A": 1.0, "B": 0.0, "TIE": 0.5}
-    better = str(found.get("better")).strip().upper()
+    better = str(answer.get("better")).strip().upper()
     if better not in shares:
-        raise Unreadable(f"the judge answered {found!r:.200}; better must be A, B or tie")
+        raise Unreadable(f"the judge answered {answer!r:.200}; better must be A, B or tie")
     return shares[better]
 
 
@@ -372,11 +372,11 @@ def _reference_of(example: Example, key: str | None) -> str:
 
 
 def _question(prompt: str, example: Example, reference_key: str | None, **answers: str) -> str:
-    parts = [f"# Task\n{prompt}"]
+    sections = [f"# Task\n{prompt}"]
     if reference_key is not None:
-        parts.append(f"# A right answer\n{_reference_of(example, reference_key)}")
-    parts += [f"# {name.replace('_', ' ').capitalize()}\n{text}" for name, text in answers.items()]
-    return "\n\n".join(parts)
+        sections.append(f"# A right answer\n{_reference_of(example, reference_key)}")
+    sections += [f"# {name.replace('_', ' ').capitalize()}\n{text}" for name, text in answers.items()]
+    return "\n\n".join(sections)
 
 
 def _opened(path: Path) -> sqlite3.Connection:

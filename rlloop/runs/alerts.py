@@ -76,7 +76,7 @@ class Alarm:
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
         """A new record. Null values are numbers that were not finite."""
-        found = []
+        alerts = []
         for each in self.conditions:
             if each.silent is not None:
                 self._raised.discard(each.text)
@@ -86,8 +86,8 @@ class Alarm:
             value = math.nan if value is None else float(value)
             self._rows[each.text] = self._rows.get(each.text, 0) + 1 if each.holds(value) else 0
             if self._becomes(each, self._rows[each.text] >= each.records):
-                found.append(f"{self.run}, step {step}: {each.metric} is {value:.4g} ({each.text})")
-        return found
+                alerts.append(f"{self.run}, step {step}: {each.metric} is {value:.4g} ({each.text})")
+        return alerts
 
     def quiet(self, minutes: float) -> list[str]:
         """Minutes since the last record."""

@@ -75,7 +75,7 @@ class Progress:
         facts = []
         if "reward/mean" in metrics:
             facts += [f"reward {metrics['reward/mean']:.3f}", f"pass@1 {metrics['reward/solved']:.3f}"]
-        solved, rewards = ([each[part] for each in self._held_out] for part in (0, 1))
+        solved, rewards = ([each[index] for each in self._held_out] for index in (0, 1))
         if rewards != solved:  # a reward that is more than solved or not
             facts.append(f"held-out reward {_course(rewards)}")
         if solved:

@@ -291,11 +291,11 @@ def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
 
 def rollout_files(path: Path) -> list[RolloutFile]:
     """Of each step, in order. Raises `RunError` for a damaged archive."""
-    folder, found = path / "rollouts", dict[str, RolloutFile]()
+    folder, files = path / "rollouts", dict[str, RolloutFile]()
     for archive in folder.glob("step_*.zip"):
-        found |= {file.name: file for file in packed_files(archive)}
-    found |= {file.name: file for file in folder.glob("step_*") if ROLLOUTS.fullmatch(file.name)}
-    return [found[name] for name in sorted(found)]
+        files |= {file.name: file for file in packed_files(archive)}
+    files |= {file.name: file for file in folder.glob("step_*") if ROLLOUTS.fullmatch(file.name)}
+    return [files[name] for name in sorted(files)]
 
 
 def rollout_file(path: Path, step: int) -> RolloutFile | None:

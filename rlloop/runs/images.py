@@ -66,8 +66,8 @@ class ImageStore:
     def prompt(self, token_ids: list[int], spans: Iterable[tuple[int, int, str]]) -> ModelInput:
         """A recorded prompt, whose images stand at tokens [start, end). Raises `RunError` as `read`."""
         spans = list(spans)
-        places = [index for start, end, _ in spans for index in range(start, end)]
-        return ModelInput.with_images(token_ids, places, [self.read(digest) for *_, digest in spans])
+        positions = [index for start, end, _ in spans for index in range(start, end)]
+        return ModelInput.with_images(token_ids, positions, [self.read(digest) for *_, digest in spans])
 
     def picture(self, digest: str) -> Path | None:
         """The file to show; None where there is none."""

@@ -87,7 +87,7 @@ def whole_lines(file: io.FileIO) -> int:
     while at > 0 and not end:
         at, before = max(0, at - BLOCK), at
         file.seek(at)
-        end = at + 1 + found if (found := file.read(before - at).rfind(b"\n")) >= 0 else 0
+        end = at + 1 + newline if (newline := file.read(before - at).rfind(b"\n")) >= 0 else 0
     if end != size:
         file.truncate(end)
     return file.seek(0, os.SEEK_END)
@@ -108,10 +108,10 @@ def compress(plain: Path) -> None:
 
 def segments(file: Path) -> list[Path]:
     """The older parts of a journal, in order. One whose compression was interrupted is there once."""
-    found = {each.name.removesuffix(".zst"): each for each in (file.parent / ROTATED).glob(f"{file.stem}_*.jsonl")}
+    by_name = {each.name.removesuffix(".zst"): each for each in (file.parent / ROTATED).glob(f"{file.stem}_*.jsonl")}
     packed = (file.parent / ROTATED).glob(f"{file.stem}_*.jsonl.zst")
-    found |= {each.name.removesuffix(".zst"): each for each in packed}
-    return [found[name] for name in sorted(found, key=lambda name: (len(name), name))]
+    by_name |= {each.name.removesuffix(".zst"): each for each in packed}
+    return [by_name[name] for name in sorted(by_name, key=lambda name: (len(name), name))]
 
 
 def last_of(segment: Path) -> int:
@@ -134,7 +134,7 @@ def open_journal(file: Path) -> BinaryIO:
     """The whole journal for reading, as if it had never been rotated. Raises `FileNotFoundError` if there is none."""
     while True:
         live = file.open("rb") if file.exists() else None
-        parts = segments(file)
+        rotated = segments(file)
         try:
             same = live is None or file.stat().st_ino == os.fstat(live.fileno()).st_ino
         except FileNotFoundError:
@@ -143,17 +143,17 @@ def open_journal(file: Path) -> BinaryIO:
             break
         assert live is not None
         live.close()  # it was rotated at this moment
-    if live is None and not parts:
+    if live is None and not rotated:
         raise FileNotFoundError(file)
-    return live if live is not None and not parts else cast(BinaryIO, io.BufferedReader(_Joined(parts, live)))
+    return live if live is not None and not rotated else cast(BinaryIO, io.BufferedReader(_Joined(rotated, live)))
 
 
 class _Joined(io.RawIOBase):
     """Segments one after the other, and the file that grows. One segment at a time is in memory."""
 
-    def __init__(self, parts: Sequence[Path], live: BinaryIO | None) -> None:
-        self._parts, self._live, self._at = parts, live or io.BytesIO(), 0
-        self._sizes = [_size(each) for each in parts]
+    def __init__(self, rotated: Sequence[Path], live: BinaryIO | None) -> None:
+        self._parts, self._live, self._at = rotated, live or io.BytesIO(), 0
+        self._sizes = [_size(each) for each in rotated]
         self._held: tuple[int, bytes] | None = None
 
     def readable(self) -> bool:
@@ -173,15 +173,15 @@ class _Joined(io.RawIOBase):
         start = 0
         for index, size in enumerate(self._sizes):
             if self._at < start + size:
-                part = self._content(index)[self._at - start :][: len(buffer)]
+                chunk = self._content(index)[self._at - start :][: len(buffer)]
                 break
             start += size
         else:
             self._live.seek(self._at - start)
-            part = self._live.read(len(buffer))
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+            chunk = self._live.read(len(buffer))
+        buffer[: len(chunk)] = chunk
+        self._at += len(chunk)
+        return len(chunk)
 
     def _content(self, index: int) -> bytes:
         if self._held is None or self._held[0] != index:

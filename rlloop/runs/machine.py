@@ -40,22 +40,22 @@ class MachineUse:
             self._newest = self._sample()
 
     def _sample(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         before, self._cpu = self._cpu, _cpu_ticks()
         if before is not None and self._cpu is not None and self._cpu[1] > before[1]:
-            found["system/cpu"] = (self._cpu[0] - before[0]) / (self._cpu[1] - before[1])
+            metrics["system/cpu"] = (self._cpu[0] - before[0]) / (self._cpu[1] - before[1])
         with suppress(OSError, KeyError, ValueError):
             memory = dict(
                 line.split()[:2] for line in (PROC / "meminfo").read_text().splitlines() if len(line.split()) > 1
             )
-            found["system/memory"] = 1 - int(memory["MemAvailable:"]) / int(memory["MemTotal:"])
+            metrics["system/memory"] = 1 - int(memory["MemAvailable:"]) / int(memory["MemTotal:"])
             pages = int((PROC / "self" / "statm").read_text().split()[1])
-            found["system/process_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+            metrics["system/process_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
         with suppress(OSError):
-            found["system/disk_free_bytes"] = shutil.disk_usage(self._folder).free
+            metrics["system/disk_free_bytes"] = shutil.disk_usage(self._folder).free
         if self._gpus is not None:
-            found |= self._gpus.sample()
-        return found
+            metrics |= self._gpus.sample()
+        return metrics
 
 
 def _cpu_ticks() -> tuple[int, int] | None:
@@ -99,11 +99,11 @@ class _Gpus:
             return None
 
     def sample(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for index, handle in self._handles:
             use, memory = _Utilization(), _Memory()
             if self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0:
-                found[f"system/gpu{index}_busy"] = use.gpu / 100
+                metrics[f"system/gpu{index}_busy"] = use.gpu / 100
             if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 and memory.total:
-                found[f"system/gpu{index}_memory"] = memory.used / memory.total
-        return found
+                metrics[f"system/gpu{index}_memory"] = memory.used / memory.total
+        return metrics

@@ -76,6 +76,6 @@ def beneath(axes: Axes, points: Sequence[tuple[int, float]], colour: str, label:
         return
     steps, ys = zip(*points, strict=True)
     window = max(1, len(ys) // 30)
-    means = [sum(part) / len(part) for part in (ys[max(0, at - window + 1) : at + 1] for at in range(len(ys)))]
+    means = [sum(values) / len(values) for values in (ys[max(0, at - window + 1) : at + 1] for at in range(len(ys)))]
     axes.plot(steps, ys, color=colour, alpha=0.2, linewidth=0.8)
     axes.plot(steps, means, color=colour, alpha=0.6, linewidth=1.2, label=label)

@@ -45,10 +45,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _histograms(metrics: Mapping[str, Any]) -> dict[str, tuple[list[int], list[float]]]:
     """(n counts, n + 1 edges) of each histogram: the outer bins, which are open, are closed half a decade further."""
-    found = {name: value for name, value in metrics.items() if isinstance(value, Mapping) and value.get("edges")}
+    histograms = {name: value for name, value in metrics.items() if isinstance(value, Mapping) and value.get("edges")}
     return {
         name: (value["counts"], [value["edges"][0] * 10**0.5, *value["edges"], value["edges"][-1] * 10**0.5])
-        for name, value in found.items()
+        for name, value in histograms.items()
     }
 
 
@@ -75,9 +75,9 @@ class _Samples:
 
     def give(self) -> tuple[list[list[Any]], dict[str, list[float]]]:
         """The rows of the table and the distributions of the step whose record comes now; each once."""
-        given = self.table, {name: values for name, values in self.values.items() if values}
+        samples = self.table, {name: values for name, values in self.values.items() if values}
         self.table, self.values = [], {}
-        return given
+        return samples
 
 
 def _head(run_dir: Path) -> str | None:
@@ -242,9 +242,9 @@ class MlflowSink:
         self._dir, self._metric = run_dir, Metric
         self._samples, self._every = _Samples(completions, completions_every), completions_every
         self._client = mlflow.MlflowClient(uri)
-        found = self._client.get_experiment_by_name(experiment)
-        place = (run_dir / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
-        number = self._client.create_experiment(experiment, place) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        artifacts = (run_dir / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
+        number = self._client.create_experiment(experiment, artifacts) if existing is None else existing.experiment_id
         kept = run_dir / "mlflow_id"
         if not kept.exists():
             begun = self._client.create_run(number, run_name=name or run_dir.name)

@@ -123,7 +123,7 @@ def check_drift(drift: Drift, device: torch.device) -> None:
 
 
 def _kept(name: str, weight: Tensor) -> bool:
-    return weight.ndim < 2 or any(part in name for part in KEPT)
+    return weight.ndim < 2 or any(pattern in name for pattern in KEPT)
 
 
 def drifted_copy(model: Model) -> Model:

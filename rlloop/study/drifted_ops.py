@@ -108,8 +108,8 @@ class DriftedOps(Ops):
         return self._stored(super().combine(slots, chosen, weights, shared))
 
     def logits(self, hidden: Tensor, weight: Tensor, part_of: Tensor | None = None) -> Tensor:
-        made = super().logits(hidden, weight, part_of)
-        return made.bfloat16().float() if self._rounds_logits else made
+        logits = super().logits(hidden, weight, part_of)
+        return logits.bfloat16().float() if self._rounds_logits else logits
 
     def token_logprob(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing

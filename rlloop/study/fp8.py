@@ -32,10 +32,10 @@ def fits(weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Fp8, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, rounded to bfloat16. x [T, K], weight [N, K], bias [N] -> [T, N] in the type of x."""
     values, scale = e4m3_rows(x)
-    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         values, weight.values.T, scale, weight.scale.T, out_dtype=torch.bfloat16, use_fast_accum=True
     ).to(x.dtype)
-    return made if bias is None else made + bias
+    return product if bias is None else product + bias
 
 
 def experts(x: Tensor, up: Fp8, down: Fp8, chosen: Tensor, gated: bool) -> Tensor:
@@ -43,8 +43,8 @@ def experts(x: Tensor, up: Fp8, down: Fp8, chosen: Tensor, gated: bool) -> Tenso
     order, ends = stock.by_expert(chosen, len(down.values))
     inner = _grouped(x[order // chosen.shape[1]], up, ends)
     inner = stock.silu_mul(*inner.chunk(2, dim=-1)) if gated else F.relu(inner).square()
-    made = _grouped(inner, down, ends)
-    return torch.empty_like(made).index_copy_(0, order, made).view(*chosen.shape, -1)
+    outputs = _grouped(inner, down, ends)
+    return torch.empty_like(outputs).index_copy_(0, order, outputs).view(*chosen.shape, -1)
 
 
 def _grouped(rows: Tensor, weight: Fp8, ends: Tensor) -> Tensor:

@@ -109,15 +109,15 @@ def encode(new: Bits, old: Bits | None, *, pool: Executor | None = None, coders:
     compared = sum(chunk.seconds for chunk in chunks)
     if changed == 0:
         return Encoded("unchanged", b"", 0, compared)
-    delta, places = framed(chunk.content for chunk in chunks), [chunk.places for chunk in chunks]
+    delta, chunk_indices = framed(chunk.content for chunk in chunks), [chunk.places for chunk in chunks]
     if ordering is not None and coders is not None and is_small(new_flat.size, ordering):
         shorter = coders.adaptive.encode(old_flat, new_flat, ordering, len(delta))
         kind, delta = (kind, delta) if shorter is None else ("adaptive", shorter)
     if len(delta) > new.nbytes // 3:
         full = begin_full(new, pool)().content
         if len(full) <= len(delta):
-            return Encoded("full", full, changed, compared, places)
-    return Encoded(kind, delta, changed, compared, places)
+            return Encoded("full", full, changed, compared, chunk_indices)
+    return Encoded(kind, delta, changed, compared, chunk_indices)
 
 
 def is_small(elements: int, ordering: Ordering) -> bool:
@@ -204,8 +204,8 @@ def read_changes(codec: CodecName, content: memoryview, ordering: Ordering, elem
     return changes
 
 
-def few_places(places: np.ndarray, elements: int) -> np.ndarray | None:
-    return places if len(places) * SPARSE <= elements else None
+def few_places(indices: np.ndarray, elements: int) -> np.ndarray | None:
+    return indices if len(indices) * SPARSE <= elements else None
 
 
 def begin_full(new: Bits, pool: Executor | None) -> Callable[[], Encoded]:
@@ -218,9 +218,9 @@ def _encode_changes(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, cod
     from rlloop.sync import entropy
 
     began = time.perf_counter()
-    changes, places = coder.find_changes(old, new, ordering)
+    changes, indices = coder.find_changes(old, new, ordering)
     compared = time.perf_counter() - began
-    return _Chunk(len(places), entropy.encode(changes), compared, few_places(places, len(old)))
+    return _Chunk(len(indices), entropy.encode(changes), compared, few_places(indices, len(old)))
 
 
 def _decode_changes(

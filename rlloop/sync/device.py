@@ -95,8 +95,8 @@ def compare(pairs: Sequence[tuple[DeviceBits, DeviceBits]]) -> list[Comparison]:
     blocks = [kernels.changed(old.flat, new.flat) for old, new in pairs]
     batches = [each.split(per_batch) if len(each) else () for each in blocks]
     sums = [batch.sum() for each in batches for batch in each]
-    found = iter(torch.stack(sums).tolist() if sums else ())
-    return [Comparison(each, [next(found) for _ in some]) for each, some in zip(blocks, batches, strict=True)]
+    totals = iter(torch.stack(sums).tolist() if sums else ())
+    return [Comparison(each, [next(totals) for _ in some]) for each, some in zip(blocks, batches, strict=True)]
 
 
 def unchanged(pairs: Mapping[str, tuple[DeviceBits, DeviceBits]]) -> set[str]:
@@ -116,14 +116,14 @@ def find_changes(
     order, span = order_of(ordering), codec.CHUNK * CHUNKS
     comparison = comparison or compare([(old, new)])[0]
     blocks = comparison.blocks.split(span // kernels.BLOCK)
-    for batch, found in enumerate(comparison.found):
+    for batch, count in enumerate(comparison.found):
         was, now = (each.flat[batch * span : (batch + 1) * span] for each in (old, new))
         chunks = -(-len(was) // codec.CHUNK)
-        if not found:
+        if not count:
             yield from [partial(_no_changes, ordering.classes)] * chunks
             continue
-        places = kernels.places_of(was, now, blocks[batch], found)
-        located = kernels.locate(was, now, places, kernels.before_blocks(was, order, codec.CHUNK), order)
+        indices = kernels.places_of(was, now, blocks[batch], count)
+        located = kernels.locate(was, now, indices, kernels.before_blocks(was, order, codec.CHUNK), order)
         keys, gaps, zigzags = kernels.gaps_of(located)
         classes = torch.arange(chunks * kernels.CLASSES, dtype=keys.dtype, device=keys.device)
         wait = _to_host(torch.searchsorted(keys, classes, right=True), gaps, zigzags)
@@ -182,7 +182,7 @@ def begin(
 def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
     """The patch that a tensor's changes make. Raises `CodecError` for changes outside the tensor."""
     ordering = ORDERINGS[old.dtype]
-    order, device, found = order_of(ordering), old.tensor.device, list[tuple[Tensor, Tensor, int]]()
+    order, device, patches = order_of(ordering), old.tensor.device, list[tuple[Tensor, Tensor, int]]()
     for first in range(0, len(chunks), CHUNKS):
         batch, start = chunks[first : first + CHUNKS], first * codec.CHUNK
         was = old.flat[start : start + codec.CHUNK * CHUNKS]
@@ -201,14 +201,14 @@ def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
         before = torch.cat([ends.new_zeros(1), ends])[sizes.cumsum(0) - sizes]
         ranks = (ends - 1 - before[keys]).clamp(max=codec.CHUNK).int()
         table = kernels.before_blocks(was, order, codec.CHUNK)
-        places, values = kernels.place(was, table, kernels.Located(keys.short(), ranks, zigzags), order)
-        found.append((places, values, start))
-    if not found:
+        indices, values = kernels.place(was, table, kernels.Located(keys.short(), ranks, zigzags), order)
+        patches.append((indices, values, start))
+    if not patches:
         return Patch(torch.zeros(0, dtype=torch.int64, device=device), old.flat[:0])
-    if min(int(places.min()) for places, *_ in found) < 0:
+    if min(int(indices.min()) for indices, *_ in patches) < 0:
         raise CodecError("changes lie outside the tensor")
     return Patch(
-        torch.cat([places + start for places, _, start in found]), torch.cat([values for _, values, _ in found])
+        torch.cat([indices + start for indices, _, start in patches]), torch.cat([values for _, values, _ in patches])
     )
 
 
@@ -219,8 +219,8 @@ def patched(old: DeviceBits, patch: Patch) -> DeviceBits:
 
 def on_top(bits: DeviceBits, patch: Patch) -> DeviceBits:
     """Apply the patch in place; returns the tensor."""
-    places, values = on_device(patch, bits.tensor)
-    bits.flat[places] = values
+    indices, values = on_device(patch, bits.tensor)
+    bits.flat[indices] = values
     return bits
 
 
@@ -254,27 +254,27 @@ class Writes:
 
 def patched_digests(patches: Mapping[str, tuple[DeviceBits, Patch]]) -> dict[str, bytes]:
     """Digest of each tensor with its patch applied, by name; copies a few tensors at a time."""
-    found, names, news, size = dict[str, bytes](), list[str](), list[Tensor](), 0
+    digest_of, names, news, size = dict[str, bytes](), list[str](), list[Tensor](), 0
     for name, (old, patch) in patches.items():
         names.append(name)
         news.append(patched(old, patch).tensor)
         size += old.nbytes
         if size > HASHED:
-            found |= zip(names, blake3.digests(news), strict=True)
+            digest_of |= zip(names, blake3.digests(news), strict=True)
             names, news, size = [], [], 0
-    return found | dict(zip(names, blake3.digests(news), strict=True))
+    return digest_of | dict(zip(names, blake3.digests(news), strict=True))
 
 
 def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:
     """Digest of each tensor, by name; several tensors are hashed in one batch."""
-    found, names, size = dict[str, bytes](), list[str](), 0
+    digest_of, names, size = dict[str, bytes](), list[str](), 0
     for name, bits in tensors.items():
         names.append(name)
         size += bits.nbytes
         if size > HASHED:
-            found |= zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True)
+            digest_of |= zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True)
             names, size = [], 0
-    return found | dict(zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True))
+    return digest_of | dict(zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True))
 
 
 def _to_host(*tensors: Tensor) -> Callable[[], list[np.ndarray]]:

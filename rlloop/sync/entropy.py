@@ -71,13 +71,13 @@ def encode(changes: Changes) -> bytes:
 
 def decode(content: memoryview, classes: int, bits: int, elements: int) -> Changes | Damage:
     """The changes in a chunk of `elements` elements of `bits` bits in `classes` classes; or the damage found."""
-    plain, place = np.zeros(len(content) + PADDING, np.uint8), np.zeros(1, np.int64)
+    plain, cursor = np.zeros(len(content) + PADDING, np.uint8), np.zeros(1, np.int64)
     plain[: len(content)] = np.frombuffer(content, np.uint8)
-    n = int(_number(plain[: len(content)], place, elements))
+    n = int(_number(plain[: len(content)], cursor, elements))
     if n < 0:
         return Damage.number
     counts, gaps, zigzags = np.zeros(classes, np.int64), np.empty(n, np.uint32), np.empty(n, np.uint32)
-    damage = Damage(int(_decode(plain, len(content), place, counts, gaps, zigzags, elements, (1 << bits) - 1)))
+    damage = Damage(int(_decode(plain, len(content), cursor, counts, gaps, zigzags, elements, (1 << bits) - 1)))
     return damage or Changes(counts, gaps, zigzags)
 
 
@@ -91,22 +91,22 @@ def _low(mean):
 
 
 @kernel
-def _put(out, place, value):
+def _put(out, offset, value):
     while value >= 128:
-        out[place] = value & 127 | 128
+        out[offset] = value & 127 | 128
         value >>= 7
-        place += 1
-    out[place] = value
-    return place + 1
+        offset += 1
+    out[offset] = value
+    return offset + 1
 
 
 @kernel
-def _number(content, place, limit):
-    """The next number, −1 if it does not end or is above `limit`; `place` [1] moves on."""
+def _number(content, cursor, limit):
+    """The next number, −1 if it does not end or is above `limit`; `cursor` [1] moves on."""
     value = shift = 0
-    while place[0] < len(content) and shift <= 56:
-        byte = np.int64(content[place[0]])
-        place[0] += 1
+    while cursor[0] < len(content) and shift <= 56:
+        byte = np.int64(content[cursor[0]])
+        cursor[0] += 1
         value |= (byte & 127) << shift
         shift += 7
         if byte < 128:
@@ -118,8 +118,9 @@ def _number(content, place, limit):
 
 
 @kernel
-def _split(counts, gaps, zigzags, lows, symbols, found, raw):
-    """Split changes into two symbols each, counted by class in `found`, and raw bits in `raw`; returns raw's bytes."""
+def _split(counts, gaps, zigzags, lows, symbols, symbol_counts, raw):
+    """Split changes into two symbols each, counted by class in `symbol_counts`, and raw bits in `raw`; returns raw's
+    bytes."""
     pending, held, byte, i = 0, 0, 0, 0  # pending bits, their number, bytes written
     for which in range(len(counts)):
         end, n = i + counts[which], counts[which]
@@ -152,7 +153,7 @@ def _split(counts, gaps, zigzags, lows, symbols, found, raw):
                     held &= 7
                     upper = ESCAPE
                 symbols[at, half] = upper
-                found[which, half * SYMBOLS + upper] += 1
+                symbol_counts[which, half * SYMBOLS + upper] += 1
         i = end
     raw[byte] = pending
     return byte + np.int64(held > 0)
@@ -173,36 +174,36 @@ def _encode(counts, gaps, zigzags, head, words, raw):
     """Lengths of `head` and `raw`; `words` is filled from its end, from the second number on."""
     n, classes = len(gaps), len(counts)
     lows, symbols = np.zeros((classes, 2), np.int64), np.empty((n, 2), np.uint8)
-    found, table_of = np.zeros((classes, 2 * SYMBOLS), np.int64), np.empty(classes, np.int64)
-    raw_bytes = _split(counts, gaps, zigzags, lows, symbols, found, raw)
-    tables = grouped(found, table_of)
+    symbol_counts, table_of = np.zeros((classes, 2 * SYMBOLS), np.int64), np.empty(classes, np.int64)
+    raw_bytes = _split(counts, gaps, zigzags, lows, symbols, symbol_counts, raw)
+    tables = grouped(symbol_counts, table_of)
     first, last = 0, classes - 1
     while counts[first] == 0:
         first += 1
     while counts[last] == 0:
         last -= 1
-    place = _put(head, _put(head, _put(head, 0, n), first), last - first)
+    offset = _put(head, _put(head, _put(head, 0, n), first), last - first)
     for which in range(first, last + 1):
-        place = _put(head, place, counts[which])
+        offset = _put(head, offset, counts[which])
         if counts[which]:
             k, m = lows[which]
-            place = _put(head, place, k | (32 if m else 0))
+            offset = _put(head, offset, k | (32 if m else 0))
             if m:
-                place = _put(head, place, m)
+                offset = _put(head, offset, m)
     frequencies = np.empty((len(tables), 2, SYMBOLS), np.int64)
     starts, entries = np.empty_like(frequencies), np.empty(SYMBOLS, np.int64)
-    place = _put(head, place, len(tables))
+    offset = _put(head, offset, len(tables))
     for table in range(len(tables)):
-        place = _put(head, place, np.sum(table_of == table))
+        offset = _put(head, offset, np.sum(table_of == table))
         for half in range(2):
             own = tables[table, half * SYMBOLS : (half + 1) * SYMBOLS]
             size = entry_count(own)
-            place = _put(head, place, size)
+            offset = _put(head, offset, size)
             for s in range(SYMBOLS):
                 entries[s] = entry_of(own[s])
                 if s < size:
-                    head[place] = entries[s]
-                    place += 1
+                    head[offset] = entries[s]
+                    offset += 1
             frequencies_of(entries, frequencies[table, half], starts[table, half])
     one, other, at, i = _LEAST, _LEAST, len(words), n
     for which in range(last, first - 1, -1):
@@ -214,25 +215,25 @@ def _encode(counts, gaps, zigzags, head, words, raw):
             other, at = _push(other, frequency[1, step], start[1, step], words, at)
             one, at = _push(one, frequency[0, gap], start[0, gap], words, at)
         i -= counts[which]
-    place = _put(head, _put(head, _put(head, place, len(words) - at), one), other)
-    return place, at, raw_bytes
+    offset = _put(head, _put(head, _put(head, offset, len(words) - at), one), other)
+    return offset, at, raw_bytes
 
 
 # ---------------------------------------------------------------------------------------------------- decoder
 
 
 @kernel
-def _table(content, place, lookup):
+def _table(content, cursor, lookup):
     """Read a table into `lookup` [2^BITS], for each slot its symbol (5 bits), frequency (13) and distance from the
     symbol's first slot; False if it is invalid."""
     entries = np.zeros(SYMBOLS, np.int64)
     frequencies, starts = np.empty(SYMBOLS, np.int64), np.empty(SYMBOLS, np.int64)
-    size = _number(content, place, SYMBOLS)
-    if size < 0 or place[0] + size > len(content):
+    size = _number(content, cursor, SYMBOLS)
+    if size < 0 or cursor[0] + size > len(content):
         return False
     for s in range(size):
-        entries[s] = content[place[0] + s]
-    place[0] += size
+        entries[s] = content[cursor[0] + s]
+    cursor[0] += size
     if not frequencies_of(entries, frequencies, starts):
         return False
     for s in range(SYMBOLS):
@@ -242,57 +243,57 @@ def _table(content, place, lookup):
 
 
 @kernel
-def _decode(padded, size, place, counts, gaps, zigzags, elements, largest):
+def _decode(padded, size, cursor, counts, gaps, zigzags, elements, largest):
     """Fill `counts`, `gaps` and `zigzags` from the first `size` bytes of `padded`, after their first number. Returns a
     `Damage`."""
     content, n, classes = padded[:size], len(gaps), len(counts)
     if n == 0:
-        return 0 if place[0] == len(content) else 7
-    first = _number(content, place, classes - 1)
+        return 0 if cursor[0] == len(content) else 7
+    first = _number(content, cursor, classes - 1)
     if first < 0:
         return 1
-    span = _number(content, place, classes - 1 - first)
+    span = _number(content, cursor, classes - 1 - first)
     if span < 0:
         return 1
     lows, total, present = np.zeros((classes, 2), np.int64), 0, 0
     for which in range(first, first + span + 1):
-        counts[which] = _number(content, place, n)
+        counts[which] = _number(content, cursor, n)
         if counts[which] < 0:
             return 1
         total += counts[which]
         if counts[which]:
             present += 1
-            low = _number(content, place, 32 | MAX_LOW)
+            low = _number(content, cursor, 32 | MAX_LOW)
             if low < 0:
                 return 1
             lows[which, 0] = low & MAX_LOW
             if low & 32:
-                lows[which, 1] = _number(content, place, MAX_LOW)
+                lows[which, 1] = _number(content, cursor, MAX_LOW)
                 if lows[which, 1] < 0:
                     return 1
     if total != n:
         return 2
-    number = _number(content, place, present)
+    number = _number(content, cursor, present)
     if number < 1:
         return 3
     lookup = np.empty((number, 2, TOTAL), np.uint32)
     ends, served = np.empty(number, np.int64), 0
     for table in range(number):
-        each = _number(content, place, present - served)
+        each = _number(content, cursor, present - served)
         if each < 1:
             return 3
         served += each
         ends[table] = served
         for half in range(2):
-            if not _table(content, place, lookup[table, half]):
+            if not _table(content, cursor, lookup[table, half]):
                 return 3
     if served != present:
         return 3
-    words = _number(content, place, len(content) // 4)
-    one, other = _number(content, place, (1 << 62) - 1), _number(content, place, (1 << 62) - 1)
+    words = _number(content, cursor, len(content) // 4)
+    one, other = _number(content, cursor, (1 << 62) - 1), _number(content, cursor, (1 << 62) - 1)
     if words < 0 or one < _LEAST or other < _LEAST:
         return 1
-    at = place[0]
+    at = cursor[0]
     last = at + 4 * words
     if last > len(content):
         return 4

@@ -63,7 +63,7 @@ def pack(
     units = _units(listing, tensors, base)
     stream, changed = StreamWriter(store), 0
     encoding_of = dict[str, tuple[CodecName, int]]()  # name -> codec and size
-    places = dict[str, Sequence[np.ndarray | None]]()
+    indices_of = dict[str, Sequence[np.ndarray | None]]()
     hashes = dict[str, bytes]()
     compared = time.perf_counter() - began
     for names, encoded, unit_digests in _encoded(units, tensors, base, digests, threads):
@@ -72,7 +72,7 @@ def pack(
         encoding_of.update(dict.fromkeys(names, _JOINED))
         encoding_of[names[0]] = encoded.codec, len(encoded.content)
         if len(names) == 1 and encoded.places:
-            places[names[0]] = encoded.places
+            indices_of[names[0]] = encoded.places
         hashes |= zip(names, unit_digests, strict=True)
     stream.end()
     entries, offset = list[Entry](), 0
@@ -82,7 +82,7 @@ def pack(
         offset += size
         if name not in hashes:
             hashes[name] = digests.get(name) or tensors[name].digest()
-    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds, places)
+    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds, indices_of)
 
 
 def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None:
@@ -96,10 +96,10 @@ def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None
             on_device[0].tensor.copy_(on_device[1].tensor)
             return
         old, new = base[entry.name].array.reshape(-1), tensors[entry.name].array.reshape(-1)
-        places = packed.places.get(entry.name, ())
+        chunk_indices = packed.places.get(entry.name, ())
         for number, start in enumerate(range(0, old.size, codec.CHUNK)):
             into, source = (each[start : start + codec.CHUNK] for each in (old, new))
-            few = places[number] if number < len(places) else None
+            few = chunk_indices[number] if number < len(chunk_indices) else None
             if few is None:
                 np.copyto(into, source)
             else:

@@ -229,8 +229,8 @@ class Replica:
 
         Runs after a failed verification, since a delta from wrong bits never verifies. May be called at any other time.
         """
-        found = digests(self.digests, self._live, self._threads)
-        altered = [name for name, expected in self.digests.items() if found[name] != expected]
+        live_digests = digests(self.digests, self._live, self._threads)
+        altered = [name for name, expected in self.digests.items() if live_digests[name] != expected]
         if altered:
             self.torn, self.applied, self._staged, self.digests = True, None, None, {}
             self.target.exclusively(lambda: self.target.set_version(TORN))
@@ -260,16 +260,16 @@ class Replica:
         layout = self.target.layout()
         if layout is None:
             return
-        found = digests(layout, self._live, self._threads)
-        root = root_hash(((name, *kind) for name, kind in layout.items()), found)
+        live_digests = digests(layout, self._live, self._threads)
+        root = root_hash(((name, *kind) for name, kind in layout.items()), live_digests)
         if (link := match(head, root)) is None:
             return
         manifest = self._manifest(link)
         plan_writes(manifest, self.target)
         if manifest.root == root:  # the head is not signed, so its roots prove nothing
-            self.digests = found
+            self.digests = live_digests
             applied = Applied(manifest.run_id, manifest.step, manifest.sequence, link.manifest, manifest.root)
-            self.commit(Staged(applied, {}, found, {}))
+            self.commit(Staged(applied, {}, live_digests, {}))
 
     def _write(self, staged: Staged, put: Callable[[], list[str]], again: bool) -> None:
         """Write a version's changes and verify them in memory: whole tensors by digest, patched ones (`put` writes
@@ -280,13 +280,13 @@ class Replica:
         whole = {name: new for name, new in staged.writes.items() if not isinstance(new, Patch)}
         for name, bits in whole.items():
             self.target.write(name, bits)
-        found = digests(whole, self._live, self._threads_for(whole.values()))
-        wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
+        live_digests = digests(whole, self._live, self._threads_for(whole.values()))
+        wrong = [name for name, digest in live_digests.items() if digest != staged.digests[name]]
         wrong += put()
         if again and not wrong:
             patched = staged.writes.keys() - whole.keys()
-            found = digests(patched, self._live, self._threads)
-            wrong = [name for name, digest in found.items() if digest != staged.digests[name]]
+            live_digests = digests(patched, self._live, self._threads)
+            wrong = [name for name, digest in live_digests.items() if digest != staged.digests[name]]
             if wrong:
                 self.applied, self._staged, self.digests = None, None, {}
         if wrong:

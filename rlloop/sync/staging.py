@@ -124,13 +124,13 @@ def _patched(chunks: Sequence[Future[Changes]], old: Bits, ordering: Ordering) -
         patches.append(Patch(_moved(applier.patch.places, start, len(flat)), applier.patch.values))
     if not patches:
         return Staged(Patch(np.zeros(0, np.uint32), flat[:0]), hasher.digest())
-    places, values = (np.concatenate(each) for each in zip(*patches, strict=True))
-    return Staged(Patch(places, values), hasher.digest())
+    indices, values = (np.concatenate(each) for each in zip(*patches, strict=True))
+    return Staged(Patch(indices, values), hasher.digest())
 
 
-def _moved(places: np.ndarray, start: int, count: int) -> np.ndarray:
+def _moved(indices: np.ndarray, start: int, count: int) -> np.ndarray:
     kind = np.uint32 if count <= 1 << 32 else np.int64
-    return places.astype(kind, copy=False) + kind(start)
+    return indices.astype(kind, copy=False) + kind(start)
 
 
 def _split(group: Sequence[Entry], new: Bits, olds: Sequence[Bits]) -> list[Staged]:
@@ -147,5 +147,5 @@ def _as_patch(new: Staged, old: Bits) -> Staged:
     if isinstance(new.change, Patch):
         return new
     was, now = old.array.reshape(-1), new.change.array.reshape(-1)
-    places = np.flatnonzero(was != now)
-    return Staged(Patch(_moved(places, 0, len(now)), now[places]), new.change.digest())
+    indices = np.flatnonzero(was != now)
+    return Staged(Patch(_moved(indices, 0, len(now)), now[indices]), new.change.digest())

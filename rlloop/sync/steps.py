@@ -77,17 +77,17 @@ def classes_of(patterns: np.ndarray, ordering: Ordering) -> np.ndarray:
 def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> tuple[Changes, np.ndarray]:
     """The changes from `old` to `new`, [n] patterns each, and the changed elements' indices, ascending."""
     steps = _within(ordered(new, ordering) - ordered(old, ordering), ordering)
-    places = np.flatnonzero(old != new)
+    changed_indices = np.flatnonzero(old != new)
     classes = classes_of(old, ordering)
     counts, gaps, zigzags = np.zeros(ordering.classes, np.int64), [], []
-    for class_ in np.unique(classes[places]):
+    for class_ in np.unique(classes[changed_indices]):
         own = steps[classes == class_]
         indices = np.flatnonzero(own)
         step = own[indices]
         counts[class_] = len(indices)
         gaps.append(np.diff(indices, prepend=-1) - 1)
         zigzags.append(np.where(step > 0, 2 * step - 2, -2 * step - 1))
-    return Changes(counts, _joined(gaps), _joined(zigzags)), places
+    return Changes(counts, _joined(gaps), _joined(zigzags)), changed_indices
 
 
 def apply_changes(array: np.ndarray, changes: Changes, ordering: Ordering) -> Patch | None:
@@ -95,18 +95,18 @@ def apply_changes(array: np.ndarray, changes: Changes, ordering: Ordering) -> Pa
     zigzags = changes.zigzags.astype(np.int64)
     steps = np.where(zigzags & 1, -(zigzags >> 1) - 1, (zigzags >> 1) + 1)
     classes = classes_of(array, ordering)
-    places, first = np.empty(len(steps), np.int64), 0
+    changed_indices, first = np.empty(len(steps), np.int64), 0
     for class_ in np.flatnonzero(changes.counts):
         n = int(changes.counts[class_])
         indices = np.cumsum(changes.gaps[first : first + n].astype(np.int64) + 1) - 1
         own = np.flatnonzero(classes == class_)
         if indices[-1] >= len(own):
             return None
-        places[first : first + n] = own[indices]
+        changed_indices[first : first + n] = own[indices]
         first += n
-    values = patterns_of(_within(ordered(array[places], ordering) + steps, ordering), ordering)
-    array[places] = values
-    return Patch(places, values)
+    values = patterns_of(_within(ordered(array[changed_indices], ordering) + steps, ordering), ordering)
+    array[changed_indices] = values
+    return Patch(changed_indices, values)
 
 
 def _within(values: np.ndarray, ordering: Ordering) -> np.ndarray:
@@ -115,5 +115,5 @@ def _within(values: np.ndarray, ordering: Ordering) -> np.ndarray:
     return (values + sign) % (2 * sign) - sign
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.uint32) if parts else np.zeros(0, np.uint32)
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays).astype(np.uint32) if arrays else np.zeros(0, np.uint32)

@@ -98,8 +98,8 @@ def _masks(patterns, at, mask, shift, first, slots, masks, before, rest):
 
 
 @kernel
-def _scan(old, new, shift, sign, floating, places, found, changes):
-    """Every change: its place, its class, its gap within the class and its step. Returns their number.
+def _scan(old, new, shift, sign, floating, indices, class_of, changes):
+    """Every change: its index, its class, its gap within the class and its step. Returns their number.
 
     Those of a class are in order. Elements of frequent classes are counted by blocks, as the bits of one number each;
     others one by one.
@@ -123,29 +123,29 @@ def _scan(old, new, shift, sign, floating, places, found, changes):
                 slot = which - first
                 below = masks[slot, block] & ((np.uint64(1) << bit) - np.uint64(1))
                 index = seen[which] + before[slot, block] + np.int64(population(below))
-                places[count], found[count] = i, which
+                indices[count], class_of[count] = i, which
                 changes[count] = _change(old[i], new[i], index - since[which], sign, floating)
                 since[which] = index + 1
                 count += 1
                 changed &= changed - np.uint64(1)
             while others:
                 count = _scan_one(
-                    old, new, start + np.int64(lowest(others)), shift, sign, floating, places, found, changes, seen,
+                    old, new, start + np.int64(lowest(others)), shift, sign, floating, indices, class_of, changes, seen,
                     since, count,
                 )  # fmt: skip
                 others &= others - np.uint64(1)
         for slot in range(slots):
             seen[first + slot] += before[slot, 8]
     for i in range(whole, len(old)):
-        count = _scan_one(old, new, i, shift, sign, floating, places, found, changes, seen, since, count)
+        count = _scan_one(old, new, i, shift, sign, floating, indices, class_of, changes, seen, since, count)
     return count
 
 
 @inlined
-def _scan_one(old, new, i, shift, sign, floating, places, found, changes, seen, since, count):
+def _scan_one(old, new, i, shift, sign, floating, indices, class_of, changes, seen, since, count):
     which = np.int64((np.uint32(old[i]) & np.uint32(sign - 1)) >> shift)
     if old[i] != new[i]:
-        places[count], found[count] = i, which
+        indices[count], class_of[count] = i, which
         changes[count] = _change(old[i], new[i], seen[which] - since[which], sign, floating)
         since[which] = seen[which] + 1
         count += 1
@@ -154,17 +154,17 @@ def _scan_one(old, new, i, shift, sign, floating, places, found, changes, seen, 
 
 
 @kernel
-def _by_class(found, changes, counts, gaps, zigzags):
+def _by_class(class_of, changes, counts, gaps, zigzags):
     """Sort changes by class, stably."""
-    for which in found:
+    for which in class_of:
         counts[which] += 1
     offset = np.zeros(256, np.int64)
     for which in range(1, len(counts)):
         offset[which] = offset[which - 1] + counts[which - 1]
-    for i in range(len(found)):
-        at = offset[found[i]]
+    for i in range(len(class_of)):
+        at = offset[class_of[i]]
         gaps[at], zigzags[at] = changes[i] >> np.uint64(32), changes[i] & np.uint64(0xFFFFFFFF)
-        offset[found[i]] = at + 1
+        offset[class_of[i]] = at + 1
 
 
 @kernel
@@ -180,19 +180,19 @@ def _begin(counts, gaps, cursor, ends, left):
 
 
 @inlined
-def _apply_one(work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, places, values, applied):
+def _apply_one(work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied):
     at = cursor[which]
     zigzag = np.int64(zigzags[at])
     step = (((zigzag >> 1) + 1) ^ -(zigzag & 1)) + (zigzag & 1)  # 1 for 0, −1 for 1, 2 for 2
     work[i] = _pattern(_within(_order(np.int64(work[i]), sign, floating) + step, sign), sign, floating)
-    places[applied], values[applied] = base + i, work[i]
+    indices[applied], values[applied] = base + i, work[i]
     at += 1
     cursor[which] = at
     left[which] += 1 + np.int64(gaps[at]) if at < ends[which] else _NEVER
 
 
 @kernel
-def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, ends, left, places, values, applied):
+def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, ends, left, indices, values, applied):
     """Make the changes that fall into `work`, elements of the chunk from `base` on. Returns how many have been made.
 
     `left` [256], elements of each class before its next change, goes on from range to range, as does `cursor`.
@@ -211,7 +211,7 @@ def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, end
                     block += np.int64(left[which] >= before[slot, other])
                 i = at + 64 * block + select(masks[slot, block], left[which] - before[slot, block])
                 _apply_one(
-                    work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, places, values, applied
+                    work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied
                 )
                 applied += 1
             left[which] -= before[slot, 8]
@@ -223,39 +223,42 @@ def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, end
                 which = np.int64((np.uint32(work[i]) & mask) >> shift)
                 if left[which] == 0:
                     _apply_one(
-                        work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, places, values, applied
-                    )
+                        work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values,
+                        applied,
+                    )  # fmt: skip
                     applied += 1
                 left[which] -= 1
     for i in range(whole, len(work)):
         which = np.int64((np.uint32(work[i]) & mask) >> shift)
         if left[which] == 0:
-            _apply_one(work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, places, values, applied)
+            _apply_one(
+                work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied
+            )
             applied += 1
         left[which] -= 1
     return applied
 
 
 @kernel
-def put(flat, places, values):
-    """flat[places] = values"""
-    for i in range(len(places)):
-        flat[places[i]] = values[i]
+def put(flat, indices, values):
+    """flat[indices] = values"""
+    for i in range(len(indices)):
+        flat[indices[i]] = values[i]
 
 
 @kernel
-def adopt(flat, places, source):
-    """flat[places] = source[places]"""
-    for place in places:
-        flat[place] = source[place]
+def adopt(flat, indices, source):
+    """flat[indices] = source[indices]"""
+    for index in indices:
+        flat[index] = source[index]
 
 
 @kernel
-def holds(flat, places, values):
-    """True if flat[places] is `values`."""
+def holds(flat, indices, values):
+    """True if flat[indices] is `values`."""
     same = True
-    for i in range(len(places)):
-        same &= flat[places[i]] == values[i]
+    for i in range(len(indices)):
+        same &= flat[indices[i]] == values[i]
     return same
 
 
@@ -278,11 +281,13 @@ _workspace = _Workspace()
 
 def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> tuple[Changes, np.ndarray]:
     """As `steps.find_changes`."""
-    places, found, changes = _workspace(len(old))
-    n = _scan(old, new, np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating, places, found, changes)
+    indices, class_of, changes = _workspace(len(old))
+    n = _scan(
+        old, new, np.uint32(ordering.shift), 1 << (ordering.bits - 1), ordering.floating, indices, class_of, changes
+    )
     counts, gaps, zigzags = np.zeros(ordering.classes, np.int64), np.empty(n, np.uint32), np.empty(n, np.uint32)
-    _by_class(found[:n], changes[:n], counts, gaps, zigzags)
-    return Changes(counts, gaps, zigzags), places[:n].copy()
+    _by_class(class_of[:n], changes[:n], counts, gaps, zigzags)
+    return Changes(counts, gaps, zigzags), indices[:n].copy()
 
 
 class Applier:

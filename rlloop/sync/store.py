@@ -82,8 +82,8 @@ def fetch(store: Store, digest: bytes, size: int | None = None, *, limit: int, a
     content, failure = bytearray(), SyncError("")
     for _ in range(attempts):
         try:
-            for part in store.get(digest, len(content)):
-                content += part
+            for chunk in store.get(digest, len(content)):
+                content += chunk
                 if len(content) > bound:
                     raise Refused(f"blob {digest.hex()[:16]} is larger than {bound} bytes")
         except Missing:
@@ -118,8 +118,8 @@ class FolderStore:
         try:
             with self._path_of(digest).open("rb") as file:
                 file.seek(start)
-                while part := file.read(BLOCK):
-                    yield part
+                while chunk := file.read(BLOCK):
+                    yield chunk
         except FileNotFoundError:
             raise Missing(f"{self.path} has no blob {digest.hex()}") from None
         except OSError as error:
@@ -322,8 +322,8 @@ class HttpStore(ReadOnly):
                 return None
             response.raise_for_status()
             content = bytearray()
-            for part in response.iter_bytes():
-                content += part
+            for chunk in response.iter_bytes():
+                content += chunk
                 if len(content) > MAX_HEAD:
                     raise Refused(f"the head at {self.url} is larger than {MAX_HEAD} bytes")
             tag = response.headers.get("ETag", "")
@@ -340,9 +340,9 @@ class HttpStore(ReadOnly):
                 return
             response.raise_for_status()
             skip = 0 if response.status_code == 206 else start  # the server may ignore the Range
-            for part in response.iter_bytes():
-                yield part[skip:]
-                skip = max(0, skip - len(part))
+            for chunk in response.iter_bytes():
+                yield chunk[skip:]
+                skip = max(0, skip - len(chunk))
 
     def has(self, digest: bytes) -> bool:
         with self._translated():

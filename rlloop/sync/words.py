@@ -51,8 +51,8 @@ def select(typing, bits, n):
         if _DEPOSITS:
             kind = ir.FunctionType(_WORD, [_WORD, _WORD])
             deposit = builder.module.declare_intrinsic("llvm.x86.bmi.pdep.64", (), kind)
-            found = builder.call(deposit, [builder.shl(ir.Constant(_WORD, 1), n), bits])
-            return builder.cttz(found, ir.Constant(ir.IntType(1), 0))
+            deposited = builder.call(deposit, [builder.shl(ir.Constant(_WORD, 1), n), bits])
+            return builder.cttz(deposited, ir.Constant(ir.IntType(1), 0))
         at: Any = ir.Constant(_WORD, 0)
         for width in (32, 16, 8, 4, 2, 1):
             low = builder.and_(builder.lshr(bits, at), ir.Constant(_WORD, (1 << width) - 1))

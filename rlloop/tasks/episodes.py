@@ -111,9 +111,9 @@ class Episodes(Generic[T]):
 
     def versions(self, session: str) -> list[int]:
         """The versions that sampled a session's tokens."""
-        made = [run[2] for turn in self.turns(session) for run in turn.runs]
+        versions = [run[2] for turn in self.turns(session) for run in turn.runs]
         making = self._making.get(session)
-        return made if making is None else [*made, *(piece.policy_version for piece in making.turn.pieces)]
+        return versions if making is None else [*versions, *(piece.policy_version for piece in making.turn.pieces)]
 
     def forget(self, session: str) -> None:
         self._turns.pop(session, None)

@@ -27,8 +27,8 @@ RESERVED = {"reset", "reward", "close"}  # public, and no tools
 
 
 def _class_opening(example: Example, *, environment: str) -> Opening:
-    made, observation = _reset(example, environment)
-    tools = _Tools(made)
+    instance, observation = _reset(example, environment)
+    tools = _Tools(instance)
     try:
         return Opening(observation, [_schema(name, tool) for name, tool in tools.named.items()])
     finally:
@@ -43,12 +43,12 @@ def class_environment(example: Example, *, environment: str) -> Environment:
 
 def _reset(example: Example, environment: str) -> tuple[Any, str | None]:
     """A new environment, and what it observes."""
-    made = locate(environment, "task.environment.environment")()
-    reset = getattr(made, "reset", None)
+    instance = locate(environment, "task.environment.environment")()
+    reset = getattr(instance, "reset", None)
     if reset is None:
         raise ConfigError(f"task.environment.environment is {environment}, which has no method reset")
     observation = reset(**_taken(reset, example.data))
-    return made, None if observation is None else str(observation)
+    return instance, None if observation is None else str(observation)
 
 
 def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def _schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 class _Tools:
     """Calls the methods that the policy asks for."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, environment: Any) -> None:
+        self._made = environment
         self.named: dict[str, Callable[..., Any]] = {
             name: method
-            for name, method in inspect.getmembers(made, callable)
+            for name, method in inspect.getmembers(environment, callable)
             if not name.startswith("_") and name not in RESERVED
         }
 
@@ -115,8 +115,8 @@ class _Tools:
 def _gym_opening(example: Example, *, id: str, opening: bool = True) -> Opening:
     if not opening:
         return Opening()
-    made, observation = _gym_reset(example, id)
-    made.close()
+    environment, observation = _gym_reset(example, id)
+    environment.close()
     return Opening(observation)
 
 
@@ -134,17 +134,17 @@ def _gym_reset(example: Example, id: str) -> tuple[Any, str]:
     import gymnasium
     from gymnasium.spaces import Text
 
-    made: Any = gymnasium.make(id)
+    environment: Any = gymnasium.make(id)
     for name in ("observation_space", "action_space"):
-        if not isinstance(space := getattr(made, name), Text):
+        if not isinstance(space := getattr(environment, name), Text):
             raise ConfigError(f"{id} has {name} {space}; a conversation takes spaces of texts (gymnasium.spaces.Text)")
-    observation, _ = made.reset(seed=int.from_bytes(example.id.encode()[-4:], "little"))
-    return made, str(observation)
+    observation, _ = environment.reset(seed=int.from_bytes(example.id.encode()[-4:], "little"))
+    return environment, str(observation)
 
 
 class _Gym:
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, environment: Any) -> None:
+        self._made = environment
 
     def step(self, message: str) -> Reply:
         observation, reward, terminated, truncated, _ = self._made.step(message)
@@ -164,5 +164,5 @@ def _taken(function: Callable[..., Any], data: dict[str, Any]) -> dict[str, Any]
     return {each.name: data[each.name] for each in parameters if each.name in data}
 
 
-def _value(given: Any) -> Any:
-    return given() if callable(given) else given
+def _value(value: Any) -> Any:
+    return value() if callable(value) else value

@@ -183,7 +183,7 @@ class VerifiersPlayer:
         if broken is not None:
             return self.broken(example, params, f"verifiers: trace {trace.id}: {broken}", turns[0])
         first = turns[0]
-        wrong = next((found for turn in turns if (found := self._fault(turn, params))), None)
+        wrong = next((problem for turn in turns if (problem := self._fault(turn, params))), None)
         completion = joined(turns, turns[-1].finish_reason)
         components = {name: float(value.value) for name, value in trace.rewards.items() if value is not None}
         components |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
@@ -260,24 +260,26 @@ class VerifiersEpisode:
 
     def played(self, decode: Callable[[list[int]], str]) -> Played:
         if self.broken is not None:
-            made = self._player.broken(self.example, self.sampling, self.broken)
+            played = self._player.broken(self.example, self.sampling, self.broken)
         else:
             outcome = self._running.exception() or self._running.result()
-            made = self._player.sample(self.example, self.sampling, outcome, self._episodes.turns)
+            played = self._player.sample(self.example, self.sampling, outcome, self._episodes.turns)
         for trace in self._slot.traces:
             self._episodes.forget(trace.id)
         if self.version is None:
-            return made
-        if not made.completion.token_ids:  # of no weights
+            return played
+        if not played.completion.token_ids:  # of no weights
             return dataclasses.replace(
-                made, completion=dataclasses.replace(made.completion, policy_version=self.version)
+                played, completion=dataclasses.replace(played.completion, policy_version=self.version)
             )
         first, last = self.version, self._under_way.version or 0
         wrong = [
-            each for each in made.completion.versions or [made.completion.policy_version] if not first <= each <= last
+            each
+            for each in played.completion.versions or [played.completion.policy_version]
+            if not first <= each <= last
         ]
         why = f"its weights are of versions {wrong}, and it was asked for of versions {first} to {last}"
-        return dataclasses.replace(made, fault=made.fault or why) if wrong else made
+        return dataclasses.replace(played, fault=played.fault or why) if wrong else played
 
 
 def not_a_chain(turns: Sequence[Completion]) -> str | None:
@@ -323,10 +325,10 @@ def _env_config(
     roles = agent_config_fields(resolve_env_config(settings))
     own = default_harness_id(name) == name  # the taskset brings its harness
     for role, agent in roles.items():
-        given = dict(settings.get(role) or {})
+        role_settings = dict(settings.get(role) or {})
         if agent.harness is None and not own:
-            given["harness"] = {"id": harness}
-        settings[role] = {"runtime": {"type": "subprocess"}, **given}
+            role_settings["harness"] = {"id": harness}
+        settings[role] = {"runtime": {"type": "subprocess"}, **role_settings}
     return resolve_env_config(settings)
 
 

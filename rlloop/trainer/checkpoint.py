@@ -70,8 +70,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a folder, ascending; digests are not checked."""
-        found = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.glob("step_*"))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.root.glob("step_*"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint; None where none was saved.

@@ -171,9 +171,9 @@ def token_rewards(sample: Sample) -> np.ndarray:
     turns = completion.turns or ((0, len(completion.token_ids)),)
     episode = sample.example.data.get("episode")
     conversation = episode.get("conversation", ()) if isinstance(episode, dict) else ()
-    given = [entry.get("reward", 0.0) for entry in conversation] or [0.0] * len(turns)
+    turn_rewards = [entry.get("reward", 0.0) for entry in conversation] or [0.0] * len(turns)
     ends = np.cumsum([end - start for start, end in turns]) - 1
-    for end, reward in zip(ends, given, strict=True):
+    for end, reward in zip(ends, turn_rewards, strict=True):
         rewards[end] += reward
-    rewards[-1] += sample.advantage - sum(given)
+    rewards[-1] += sample.advantage - sum(turn_rewards)
     return rewards

@@ -201,10 +201,10 @@ class GradientSum:
             flat = torch.cat([piece for pieces in zip(*cut, strict=True) for piece in pieces])
         else:
             flat = shards[0].live.new_empty(0, dtype=kind)
-        parts = self._shards.exchange(flat, sends, [mine] * here + [0] * (count - here))
-        parts = self._replicas.gather(parts, 0, [number * mine for number in leaves])
-        for part in parts.view(self._leaves, mine):
-            for use, rows, piece in zip(uses, shards, part.split(of_rank[rank]), strict=True):
+        received = self._shards.exchange(flat, sends, [mine] * here + [0] * (count - here))
+        received = self._replicas.gather(received, 0, [number * mine for number in leaves])
+        for leaf in received.view(self._leaves, mine):
+            for use, rows, piece in zip(uses, shards, leaf.split(of_rank[rank]), strict=True):
                 self._trees[use].push(piece.view(rows.sizes[rank], *rows.live.shape[1:]), borrowed=True)
 
     def _of_all_tokens(self, gradients: Sequence[Tensor], kind: torch.dtype) -> list[Tensor]:
@@ -214,10 +214,10 @@ class GradientSum:
             if len(gradients) == 1
             else torch.cat([each.reshape(-1) for each in gradients])[None]
         )
-        parts = self._contexts.gather(flat)
-        total = parts[0].to(kind)
-        for part in parts[1:]:
-            total = total + part
+        partial_sums = self._contexts.gather(flat)
+        total = partial_sums[0].to(kind)
+        for partial_sum in partial_sums[1:]:
+            total = total + partial_sum
         pieces = total.split([each.numel() for each in gradients])
         return [piece.clone().view(each.shape) for piece, each in zip(pieces, gradients, strict=True)]
 
@@ -225,11 +225,11 @@ class GradientSum:
         """`_add` of experts' gradients [leaves, ...]: those of the micro-batches of a whole expert group."""
         assert gradients is not None, "ranks without a micro-batch work for those of others"
         mine, count = rows.sizes[rows.ranks.rank], rows.leaves
-        parts = torch.cat([part.flatten(0, 1) for part in gradients.split(list(rows.sizes), 1)])
-        parts = rows.ranks.exchange(parts, [count * size for size in rows.sizes], [count * mine] * rows.ranks.size)
-        parts = self._replicas.gather(parts).unflatten(0, (-1, mine))  # in order of replica, expert group, rank in it
-        for part in parts[: self._leaves]:
-            tree.push(part, borrowed=True)
+        leaves = torch.cat([chunk.flatten(0, 1) for chunk in gradients.split(list(rows.sizes), 1)])
+        leaves = rows.ranks.exchange(leaves, [count * size for size in rows.sizes], [count * mine] * rows.ranks.size)
+        leaves = self._replicas.gather(leaves).unflatten(0, (-1, mine))  # in order of replica, expert group, rank in it
+        for leaf in leaves[: self._leaves]:
+            tree.push(leaf, borrowed=True)
 
     def _add_beside(self, stream: torch.cuda.Stream, uses: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are in flight."""

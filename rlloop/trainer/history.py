@@ -54,11 +54,11 @@ class WeightHistory:
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
         """[T] a sample: the trainer's recomputation of each token under the weights that sampled it."""
         results: dict[int, Sequence[np.ndarray]] = {}
-        made = [sample.completion.token_versions for sample in samples]
+        versions = [sample.completion.token_versions for sample in samples]
         self._moe.begin()
         shares = not self._moe.replay and why_not_shared(self._twin, trains=False) is None
-        for version in sorted({int(version) for each in made for version in np.unique(each)}):
-            indices = [i for i, each in enumerate(made) if (each == version).any()]
+        for version in sorted({int(version) for each in versions for version in np.unique(each)}):
+            indices = [i for i, each in enumerate(versions) if (each == version).any()]
             ParameterStore(self._twin).copy_from(self._versions[version])
             batch = make_step_batch(
                 [samples[i] for i in indices],
@@ -73,7 +73,7 @@ class WeightHistory:
             assert again.redrawn is not None
             arrays = zip(again.logprobs, again.raw_logprobs, again.redrawn, strict=True)
             for index, now in zip(indices, arrays, strict=True):
-                here, others = made[index] == version, results.get(index, now)
+                here, others = versions[index] == version, results.get(index, now)
                 results[index] = [np.where(here, mine, other) for mine, other in zip(now, others, strict=True)]
         self._moe.gather(self._ranks)
         return Recomputed(*zip(*(results[i] for i in range(len(samples))), strict=True))

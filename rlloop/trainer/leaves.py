@@ -82,5 +82,5 @@ def joined(leaves: Iterable[Leaf], name: str) -> Tensor:
 def recomputed(step: StepBatch, leaves: Sequence[Leaf]) -> Recomputed:
     """The leaves' results by sequence, on the host."""
     names = ("logprobs",) if leaves[0].raw_logprobs is None else ("logprobs", "raw_logprobs", "redrawn")
-    parts = (step.split(joined(leaves, name)) for name in names)
-    return Recomputed(*parts, entropies=step.split(joined(leaves, "entropy")))
+    results = (step.split(joined(leaves, name)) for name in names)
+    return Recomputed(*results, entropies=step.split(joined(leaves, "entropy")))

@@ -224,8 +224,8 @@ class MasterWeights:
         if (kinds == {model.dtype} or own) and not is_quantised(model):
             return
         stored, entries = read_state(model.source_path), self.parameters.entries.items()
-        parts = ((entry.part(stored[name]), entry.live.detach()) for name, entry in entries)
-        equal = all(_rounds_to(part, live) for part, live in parts)
+        pairs = ((entry.part(stored[name]), entry.live.detach()) for name, entry in entries)
+        equal = all(_rounds_to(shard, live) for shard, live in pairs)
         if all(self._context.ranks("world").gather_objects(equal)):
             self.load(stored)
 
@@ -239,6 +239,6 @@ def _rounds_to(stored: Tensor, live: Tensor) -> bool:
 def _end_to_end(ranks: Ranks, own: Mapping[str, Tensor], counts: Mapping[str, list[int]]) -> dict[str, Tensor]:
     """Each name's tensors of all ranks, concatenated; rank r has `counts[name][r]` numbers. One copy for all names."""
     by_rank = list(zip(*counts.values(), strict=True))
-    found = ranks.gather(torch.cat([own[name] for name in counts]), 0, [sum(each) for each in by_rank])
-    pieces = found.split([count for each in by_rank for count in each])
+    gathered = ranks.gather(torch.cat([own[name] for name in counts]), 0, [sum(each) for each in by_rank])
+    pieces = gathered.split([count for each in by_rank for count in each])
     return {name: torch.cat(pieces[at :: len(counts)]) for at, name in enumerate(counts)}

@@ -31,7 +31,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in PEAKS.items() if part in name), None)
+    return next((rate for substring, rate in PEAKS.items() if substring in name), None)
 
 
 def active_weights(model: Model) -> float:
@@ -42,7 +42,7 @@ def active_weights(model: Model) -> float:
     if not config.tied:
         shares["embed_tokens"] = 0.0
     return sum(
-        math.prod(shape) * next((share for part, share in shares.items() if part in name), 1.0)
+        math.prod(shape) * next((share for substring, share in shares.items() if substring in name), 1.0)
         for name, shape in ParameterStore(model.with_adapter(None)).shapes().items()
     )
 

@@ -61,8 +61,8 @@ class MoeTraining:
 
     def penalty(self, sequences: int) -> Tensor | float:
         """The balance loss of the forwards watched since the last call, as a share of a step of `sequences`."""
-        parts, self._penalties = self._penalties, []
-        return self.config.balance_coef * torch.stack(parts).sum() / sequences if parts else 0.0
+        penalties, self._penalties = self._penalties, []
+        return self.config.balance_coef * torch.stack(penalties).sum() / sequences if penalties else 0.0
 
     def gather(self, ranks: Ranks) -> None:
         """Add up the comparisons of all ranks along dp, and of all stages of a pipeline. Collective."""
@@ -77,10 +77,10 @@ class MoeTraining:
         """
         if not self._mixes:
             return {}
-        parts = ranks.gather_objects(None if self._load is None else self._load.cpu())
-        loads = [part for part in parts if part is not None]
+        rank_loads = ranks.gather_objects(None if self._load is None else self._load.cpu())
+        loads = [each for each in rank_loads if each is not None]
         own = torch.stack(loads).sum(0) if loads else None  # of this stage's layers
-        loads = [part for part in self._stage.gather_objects(own) if part is not None]
+        loads = [each for each in self._stage.gather_objects(own) if each is not None]
         if not loads:
             return {}
         every, self._load = torch.cat(loads).float(), None
@@ -100,8 +100,8 @@ class MoeTraining:
 def sum_of_balance_losses(routes: RoutingRecord, chosen: Tensor, lengths: Tensor) -> Tensor:
     """DeepSeek-V3's balance loss, summed over sequences of `lengths` [S] laid end to end. chosen [T, layers, k]."""
     total = torch.zeros((), device=chosen.device)
-    for column, place in enumerate(routes.places):
-        scores = routes.scores[place]
+    for column, layer in enumerate(routes.places):
+        scores = routes.scores[layer]
         experts, top_k = scores.shape[1], chosen.shape[2]
         hits = torch.zeros_like(scores).scatter(1, chosen[:, column], 1.0)
         shares = _sums(hits, lengths) * experts / (top_k * lengths[:, None])

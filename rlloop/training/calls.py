@@ -35,9 +35,9 @@ class Objective:
         """Raises `ConfigError` for an unknown loss, custom loss or setting."""
         if name != "custom":
             return cls(name, settings_of(name, settings))
-        given = dict(settings or {})
-        loss_id = given.pop("loss_id", None)
-        if given or not isinstance(loss_id, str) or loss_id not in custom:
+        config = dict(settings or {})
+        loss_id = config.pop("loss_id", None)
+        if config or not isinstance(loss_id, str) or loss_id not in custom:
             raise ConfigError(
                 f"loss_fn is custom, and loss_fn_config {dict(settings or {})!r:.80}; it must be "
                 '{"loss_id": ...} of a loss that create_custom_loss made'
@@ -136,9 +136,9 @@ class LossCall:
             )
         targets = datum.loss_fn_inputs.get(TARGETS)
         if targets is None or targets.ndim not in (1, 2) or len(targets) != len(ids) or targets.dtype.kind != "i":
-            given = "missing" if targets is None else f"{targets.dtype} {list(targets.shape)}"
+            description = "missing" if targets is None else f"{targets.dtype} {list(targets.shape)}"
             raise ConfigError(
-                f"{where}: loss_fn_inputs['target_tokens'] is {given}; it must be token ids, one for each of the "
+                f"{where}: loss_fn_inputs['target_tokens'] is {description}; it must be token ids, one for each of the "
                 f"{len(ids)} tokens of model_input ([{len(ids)}], or [{len(ids)}, K])"
             )
         if not targets.size:

@@ -85,7 +85,7 @@ class CheckpointFolder:
         return self._read(folder, facts), folder
 
     def list(self, model_id: str | None = None) -> list[Checkpoint]:
-        found = [
+        checkpoints = [
             self._read(facts.with_suffix(""), facts)
             for kind in FOLDERS.values()
             for facts in self.root.glob(
@@ -93,7 +93,7 @@ class CheckpointFolder:
             )
             if facts.with_suffix("").is_dir()
         ]
-        return sorted(found, key=lambda each: (each.time, each.tinker_path))
+        return sorted(checkpoints, key=lambda each: (each.time, each.tinker_path))
 
     def delete(self, path: str, *, missing_ok: bool = False) -> None:
         folder, facts = self._files(path)
@@ -109,12 +109,16 @@ class CheckpointFolder:
         _write_atomically(facts, json.dumps(content, indent=1))
 
     def _files(self, path: str) -> tuple[Path, Path]:
-        parts = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
-        if len(parts) != 3 or parts[1] not in FOLDERS.values() or not all(map(NAME.fullmatch, (parts[0], parts[2]))):
+        segments = path.removeprefix(SCHEME).split("/") if isinstance(path, str) and path.startswith(SCHEME) else []
+        if (
+            len(segments) != 3
+            or segments[1] not in FOLDERS.values()
+            or not all(map(NAME.fullmatch, (segments[0], segments[2])))
+        ):
             raise ConfigError(
                 f"{path!r:.160} is no checkpoint's path; one is {SCHEME}MODEL/weights/NAME, or sampler_weights"
             )
-        folder = self.root.joinpath(*parts)
+        folder = self.root.joinpath(*segments)
         return folder, folder.with_name(folder.name + ".json")
 
     def _read(self, folder: Path, facts: Path) -> Checkpoint:
@@ -149,8 +153,8 @@ def check_same(checkpoint: Checkpoint, info: GetInfoResponse) -> None:
     def shape(lora: LoraConfig | None) -> str:
         if lora is None:
             return "full training"
-        parts = [name for name in ("unembed", "mlp", "attn") if getattr(lora, f"train_{name}")]
-        return f"an adapter of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(parts)}"
+        modules = [name for name in ("unembed", "mlp", "attn") if getattr(lora, f"train_{name}")]
+        return f"an adapter of rank {lora.rank}, alpha {lora.alpha:g}, of {', '.join(modules)}"
 
     if shape(checkpoint.lora) != shape(info.lora):
         raise ConfigError(

@@ -104,13 +104,13 @@ class ServiceClient:
         """A model that trains an adapter; of rank 0, all weights. `base_model`: checked, if given."""
         self._check_base(base_model)
         lora = LoraConfig(rank, seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
-        made = self.service.create_model(lora=lora, parity=self._parity, user_metadata=user_metadata)
-        return TrainingClient(self.service, made.result().model_id)
+        future = self.service.create_model(lora=lora, parity=self._parity, user_metadata=user_metadata)
+        return TrainingClient(self.service, future.result().model_id)
 
     def create_training_client(self, lora_config: LoraConfig | None = None, **options: Any) -> TrainingClient:
         """A model that trains: `lora_config`, or all weights. `options`: of `TrainingService.create_model`."""
-        made = self.service.create_model(lora=lora_config, **{"parity": self._parity, **options})
-        return TrainingClient(self.service, made.result().model_id)
+        future = self.service.create_model(lora=lora_config, **{"parity": self._parity, **options})
+        return TrainingClient(self.service, future.result().model_id)
 
     def create_training_client_from_state(
         self, path: str, user_metadata: Mapping[str, str] | None = None
@@ -146,8 +146,8 @@ class ServiceClient:
 
     def _from(self, path: str, optimizer: bool, user_metadata: Mapping[str, str] | None) -> TrainingClient:
         options = {"parity": self._parity, "user_metadata": user_metadata}
-        made = self.service.create_model_from(path, optimizer=optimizer, **options)
-        return TrainingClient(self.service, made.result().model_id)
+        future = self.service.create_model_from(path, optimizer=optimizer, **options)
+        return TrainingClient(self.service, future.result().model_id)
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name != self.service.base_model:
@@ -183,23 +183,23 @@ class TrainingClient(_Ready):
     def forward_backward_custom(self, data: Sequence[Any], loss_fn: CustomLossFn) -> APIFuture[ForwardBackwardOutput]:
         """Add the gradient of any function of all data's logprobs, `loss_fn(data, logprobs) -> (loss, metrics)`, at the
         cost of a second forward. Blocks until the first one is done."""
-        given = _data(data)
+        datums = _data(data)
         zeros = [
             Datum(each.model_input, {**_targets(each), "weights": torch.zeros(_targets(each)["target_tokens"].shape)})
-            for each in given
+            for each in datums
         ]
         outputs = self.service.forward(self.model_id, zeros).result().loss_fn_outputs
         logprobs = [torch.from_numpy(each["logprobs"]).clone().requires_grad_() for each in outputs]
-        loss, metrics = loss_fn(given, logprobs)
+        loss, metrics = loss_fn(datums, logprobs)
         gradients = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
         linear = [
             Datum(each.model_input, {**_targets(each), "weights": -gradient}, each.provenance)
-            for each, gradient in zip(given, gradients, strict=True)
+            for each, gradient in zip(datums, gradients, strict=True)
         ]
 
         def convert(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
-            found = {**output.metrics, "surrogate_loss:sum": output.metrics[LOSS], LOSS: float(loss.detach())}
-            return ForwardBackwardOutput(output.loss_fn_outputs, {**found, **metrics})
+            output_metrics = {**output.metrics, "surrogate_loss:sum": output.metrics[LOSS], LOSS: float(loss.detach())}
+            return ForwardBackwardOutput(output.loss_fn_outputs, {**output_metrics, **metrics})
 
         return APIFuture(self.service.forward_backward(self.model_id, linear, "cross_entropy"), convert)
 
@@ -280,11 +280,11 @@ class SamplingClient(_Ready):
         **asked: Any,
     ) -> APIFuture[SampleResponse]:
         """`asked`: what else `TrainingService.sample` takes."""
-        made = self.service.sample(
+        future = self.service.sample(
             _input(prompt), num_samples, _as(SamplingParams, sampling_params), sampler=self.sampler,
             include_prompt_logprobs=include_prompt_logprobs, topk_prompt_logprobs=topk_prompt_logprobs, **asked,
         )  # fmt: skip
-        return APIFuture(made)
+        return APIFuture(future)
 
     def compute_logprobs(self, prompt: Any) -> APIFuture[list[float | None]]:
         """The logprob of each token of a prompt given those before it; None for the first."""
@@ -300,33 +300,33 @@ class SamplingClient(_Ready):
 # ---------------------------------------------------------------------------------------------------- others' types
 
 
-def _input(given: Any) -> ModelInput | Sequence[int]:
-    return ModelInput.from_ids(given.to_ints()) if hasattr(given, "to_ints") else given
+def _input(model_input: Any) -> ModelInput | Sequence[int]:
+    return ModelInput.from_ids(model_input.to_ints()) if hasattr(model_input, "to_ints") else model_input
 
 
 def _data(data: Sequence[Any]) -> list[Datum]:
     return [each if isinstance(each, Datum) else _datum(each) for each in data]
 
 
-def _datum(given: Any) -> Datum:
-    model_input = _input(given.model_input)
+def _datum(datum: Any) -> Datum:
+    model_input = _input(datum.model_input)
     if not isinstance(model_input, ModelInput):
         model_input = ModelInput.from_ids(model_input)
-    spans = getattr(given, "model_input_spans", None), getattr(given, "loss_fn_input_spans", None)
+    spans = getattr(datum, "model_input_spans", None), getattr(datum, "loss_fn_input_spans", None)
     provenance = None if spans[0] is None or spans[1] is None else Provenance(_spans(spans[0]), _spans(spans[1]))
-    return Datum(model_input, given.loss_fn_inputs, provenance)
+    return Datum(model_input, datum.loss_fn_inputs, provenance)
 
 
-def _spans(given: Sequence[Any]) -> tuple[PromptProvenanceSpan | SampledProvenanceSpan, ...]:
+def _spans(spans: Sequence[Any]) -> tuple[PromptProvenanceSpan | SampledProvenanceSpan, ...]:
     kinds = {kind.__name__: kind for kind in (PromptProvenanceSpan, SampledProvenanceSpan)}
-    return tuple(kinds[type(each).__name__](**asdict(each)) for each in given)
+    return tuple(kinds[type(each).__name__](**asdict(each)) for each in spans)
 
 
-def _as(kind: type[T], given: Any) -> T:
+def _as(kind: type[T], settings: Any) -> T:
     """Settings of another library's class of the same fields."""
-    if isinstance(given, kind) or not is_dataclass(kind):
-        return given
-    return kind(**{each.name: getattr(given, each.name) for each in fields(kind) if hasattr(given, each.name)})
+    if isinstance(settings, kind) or not is_dataclass(kind):
+        return settings
+    return kind(**{each.name: getattr(settings, each.name) for each in fields(kind) if hasattr(settings, each.name)})
 
 
 def _targets(datum: Datum) -> dict[str, Any]:

@@ -115,9 +115,9 @@ class CustomLoss:
         Raises `ConfigError` for operations that do not fit the data, or whose results are too large.
         """
         leaf = logprobs.detach().float().requires_grad_()
-        given = [leaf, *(inputs[each.name] for each in self.inputs[1:])]
-        given = [each.float() if each.is_floating_point() else each for each in given]
-        loss, metrics = _run(f"custom loss {self.name!r}", self.nodes, given)
+        arguments = [leaf, *(inputs[each.name] for each in self.inputs[1:])]
+        arguments = [each.float() if each.is_floating_point() else each for each in arguments]
+        loss, metrics = _run(f"custom loss {self.name!r}", self.nodes, arguments)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise ConfigError(f"custom loss {self.name!r} returned {_words(loss)}; a loss is one floating-point number")
         gradient = torch.zeros_like(leaf)
@@ -221,12 +221,12 @@ def _run(where: str, nodes: Sequence[CustomLossNode], inputs: Sequence[Tensor]) 
                 raise ConfigError(
                     f"{where}: {node.target} makes more than the {MOST_ELEMENTS} numbers that a datum may"
                 )
-            made = results[node.name] = _call(node, args, kwargs)
+            result = results[node.name] = _call(node, args, kwargs)
         except ConfigError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError) as error:
             raise ConfigError(f"{where}: {node.target} ({node.name}) failed on this datum: {error}") from error
-        elements += made.numel() if isinstance(made, Tensor) else 0
+        elements += result.numel() if isinstance(result, Tensor) else 0
     raise AssertionError("a checked graph ends with its output")
 
 
@@ -246,10 +246,10 @@ def _call(node: CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> Any:
             raise TypeError(f"{_words(wrong[0])} is not a number")
         if name == "pow":
             args = [float(value) if isinstance(value, int) else value for value in args]
-    made = ALLOWED[node.target](*args, **kwargs)
-    if isinstance(made, int) and abs(made) > LARGEST:
+    result = ALLOWED[node.target](*args, **kwargs)
+    if isinstance(result, int) and abs(result) > LARGEST:
         raise OverflowError(f"a whole number above {LARGEST}")
-    return made
+    return result
 
 
 def _size(name: str, args: list[Any], kwargs: dict[str, Any]) -> int:
@@ -274,7 +274,7 @@ def _size(name: str, args: list[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _flat(value: Any) -> list[Any]:
-    return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+    return [each for item in value for each in _flat(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _number(where: str, key: str, value: Any) -> float:

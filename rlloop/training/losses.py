@@ -83,7 +83,7 @@ LOSSES = {
 UNPUBLISHED = "stable_reinforce"  # in alpha: Tinker's pages do not give its formula
 
 
-def settings_of(name: str, given: Mapping[str, float | str] | None) -> dict[str, float]:
+def settings_of(name: str, overrides: Mapping[str, float | str] | None) -> dict[str, float]:
     """All settings of a built-in loss. Raises `ConfigError` for an unknown loss or setting, and values out of range."""
     if name == UNPUBLISHED:
         raise ConfigError(
@@ -93,7 +93,7 @@ def settings_of(name: str, given: Mapping[str, float | str] | None) -> dict[str,
     if name not in LOSSES:
         raise ConfigError(f"loss_fn is {name!r}; it must be one of {', '.join(LOSSES)}, or custom")
     settings = dict(LOSSES[name].defaults)
-    for key, value in (given or {}).items():
+    for key, value in (overrides or {}).items():
         if key not in settings:
             known = ", ".join(settings) or "none"
             raise ConfigError(f"loss_fn_config has {key!r}; the settings of {name} are: {known}")
@@ -112,7 +112,7 @@ def evaluate(name: str, logprobs: Tensor, inputs: Inputs, settings: Mapping[str,
     [N, K], of any type; sums are in float64."""
     wide = logprobs.detach().double().requires_grad_()
     numbers = {key: value.double() for key, value in inputs.items()}
-    given = {key: numbers[key] for key in THRESHOLDS if key in numbers}
-    loss = LOSSES[name].of(wide, numbers, {**settings, **given})
+    thresholds = {key: numbers[key] for key in THRESHOLDS if key in numbers}
+    loss = LOSSES[name].of(wide, numbers, {**settings, **thresholds})
     (gradient,) = torch.autograd.grad(loss, wide)
     return float(loss.detach()), gradient.float()

@@ -48,10 +48,10 @@ class Memory:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
+        breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
         if not self.host:
-            return parts
-        return f"{parts}; in host memory {self.host / GIB:.1f}, {self.host / PCIE:.2f} s an update"
+            return breakdown
+        return f"{breakdown}; in host memory {self.host / GIB:.1f}, {self.host / PCIE:.2f} s an update"
 
 
 def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
@@ -84,14 +84,14 @@ def predict(
     `trains` the model is only scored and sampled.
     """
     ranks = {0, layout.world_size - 1} if layout.pp > 1 else {0}  # the first has most of what does not divide
-    parts = max(
+    sizes = max(
         (_parts(config, layout, rank, dtype, tokens, lora, trains) for rank in ranks), key=lambda x: sum(x.values())
     )
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
-    host = sum(parts.pop(name) for name in moved)
+    host = sum(sizes.pop(name) for name in moved)
     if host:
-        parts["blocks"] = BLOCKS * BLOCK_BYTES
-    return Memory(layout, parts, host)
+        sizes["blocks"] = BLOCKS * BLOCK_BYTES
+    return Memory(layout, sizes, host)
 
 
 @functools.lru_cache(maxsize=8)  # modes of one shape follow each other

@@ -83,9 +83,9 @@ class Models:
             info = GetInfoResponse(name, data, lora is not None, rank, lora, parity, noted)
             lane = self._lanes[name] = ModelLane(name, owner)
             self.worker.lanes.append(lane)
-            made = lane.first(Action(lambda: self._create(lane, info, load)))
+            future = lane.first(Action(lambda: self._create(lane, info, load)))
             self.worker.changed.notify_all()
-        return made
+        return future
 
     def drop(self, model_id: str) -> Future[None]:
         """Queue the removal of a model, after its pending calls."""
@@ -107,13 +107,13 @@ class Models:
         """Counts of each model, as JSON values."""
         with self.worker.changed:
             lanes = list(self._lanes.values())
-        found: dict[str, Any] = {}
+        statuses: dict[str, Any] = {}
         for lane in lanes:
-            found[lane.model_id] = {"waiting": lane.waiting, "samplers": samplers(lane.model_id)}
+            statuses[lane.model_id] = {"waiting": lane.waiting, "samplers": samplers(lane.model_id)}
             if (model := lane.model) is not None:
                 info = {"is_lora": model.info.is_lora, "lora_rank": model.info.lora_rank, "parity": model.info.parity}
-                found[lane.model_id] |= {**asdict(model.counts), **info}
-        return found
+                statuses[lane.model_id] |= {**asdict(model.counts), **info}
+        return statuses
 
     def _create(self, lane: ModelLane, info: GetInfoResponse, load: Callable[[TrainedModel], None]) -> GetInfoResponse:
         try:

@@ -118,13 +118,13 @@ def compare(
     `logprobs`: of each datum's targets under `weights`, those of the forward that trains it. Where a sequence was
     sampled by others, the datum is scored again by the `view` of those.
     """
-    found: list[Comparison | ConfigError] = []
+    comparisons: list[Comparison | ConfigError] = []
     for item, here in zip(items, logprobs, strict=True):
         try:
-            found.append(_compare(item, here, weights, sequences, view))
+            comparisons.append(_compare(item, here, weights, sequences, view))
         except ConfigError as error:
-            found.append(error)
-    return found
+            comparisons.append(error)
+    return comparisons
 
 
 def _compare(

@@ -44,8 +44,8 @@ def _forwarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def forwarded(self: RemoteTrainingService, *args: Any, **kwargs: Any) -> Any:
-        made = self._call(method.__name__, args, kwargs)
-        return made.result() if waits else made
+        future = self._call(method.__name__, args, kwargs)
+        return future.result() if waits else future
 
     return forwarded
 

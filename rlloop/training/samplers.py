@@ -68,26 +68,26 @@ class Samplers:
         request: str | None, sequence_ids: Sequence[str] | None, top: int, ask: PromptAsk,
     ) -> SampleCall:  # fmt: skip
         """A checked request. Raises `ConfigError`."""
-        given = as_model_input(prompt)
-        if not given.is_text:
+        model_input = as_model_input(prompt)
+        if not model_input.is_text:
             raise ConfigError("a prompt has images or positions; only token ids can be sampled from")
         if not 0 <= top <= MOST_TOP:
             raise ConfigError(f"topk_sample_logprobs is {top}; it may be 0 to {MOST_TOP}")
         if ask.targets is not None:
             ask = replace(ask, targets=array_of("target_prompt_logprobs", ask.targets))
-        ask.check(len(given), self._base.vocab_size)
+        ask.check(len(model_input), self._base.vocab_size)
         with self._lock:
             by = self._of_base if sampler is None else self._get(sampler)
             by.requests += 1
             name = request or f"{by.id}#{by.requests}"
-        each, stops = engine_params(params, count, name, self._base.max_positions - len(given), self._tokenizer)
-        check_request(given, each[0] if each else EngineParams(max_tokens=1), self._limits)
+        each, stops = engine_params(params, count, name, self._base.max_positions - len(model_input), self._tokenizer)
+        check_request(model_input, each[0] if each else EngineParams(max_tokens=1), self._limits)
         ids = [f"{name}/{index}" for index in range(count)] if sequence_ids is None else list(sequence_ids)
         if len(ids) != count:
             raise ConfigError(f"sequence_ids has {len(ids)} ids for num_samples={count}; give one each")
         decode = None if self._tokenizer is None else self._tokenizer.decode
         writers = [Writer(decode, stops) if stops and decode is not None else None for _ in each]
-        return SampleCall(by, given, each, ids, ask, top, derived_seed(name), writers)
+        return SampleCall(by, model_input, each, ids, ask, top, derived_seed(name), writers)
 
     # ------------------------------------------------------------------------------------------------ ids
 

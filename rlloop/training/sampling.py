@@ -133,11 +133,11 @@ def engine_params(
     first = derived_seed(name) if params.seed is None else params.seed % (1 << 63)
     seeds = [first, *(derived_seed(f"{first}/{index}") for index in range(1, count))][:count]
     top_k = 0 if params.top_k == -1 else params.top_k
-    made = EngineParams(
+    shared = EngineParams(
         max_tokens=room, temperature=params.temperature, top_p=params.top_p, top_k=top_k,
         ignore_eos=params.stop is not None and not stop, stop_token_ids=ids,
     )  # fmt: skip
-    return [EngineParams(**{**vars(made), "seed": seed}) for seed in seeds], texts
+    return [EngineParams(**{**vars(shared), "seed": seed}) for seed in seeds], texts
 
 
 class Sampling:
@@ -283,9 +283,9 @@ class Sampling:
         if len(call.done) == len(call.params) and not call.future.done():
             sequences = [
                 SampledSequence(
-                    "stop" if (made := call.done[at]).finish_reason == "stop" else "length", call.sequence_ids[at],
-                    made.token_ids, made.logprobs, top_of(made.alternatives, call.top) if call.top else None,
-                    made.raw_logprobs,
+                    "stop" if (sample := call.done[at]).finish_reason == "stop" else "length", call.sequence_ids[at],
+                    sample.token_ids, sample.logprobs, top_of(sample.alternatives, call.top) if call.top else None,
+                    sample.raw_logprobs,
                 )
                 for at in range(len(call.params))
             ]  # fmt: skip
@@ -316,30 +316,30 @@ def top_of(alternatives: Alternatives | None, count: int, *, raw: bool = False) 
 @torch.no_grad()
 def about_prompt(model: Model, call: SampleCall) -> dict[str, object]:
     """The fields of `SampleResponse` that a request wants for its prompt."""
-    ask, ids, found = call.ask, call.prompt.token_ids, {}
+    ask, ids, fields = call.ask, call.prompt.token_ids, {}
     if ask.logprobs or ask.top:
         scores = score_prompt(model, call.prompt, ask.top)
         first = 1 if ask.last is None else len(ids) - ask.last
         logprobs = np.full(len(ids), np.nan, np.float32)
         logprobs[first:] = scores.logprobs[first - 1 :]
         if ask.logprobs:
-            found["prompt_logprobs"] = logprobs
+            fields["prompt_logprobs"] = logprobs
         if ask.top:
             top = top_of(scores.alternatives, ask.top, raw=True)
             token_ids = np.zeros((len(ids), ask.top), np.int32)
             values = np.full((len(ids), ask.top), EMPTY_LOGPROB, np.float32)
             token_ids[first:], values[first:] = top.token_ids[first - 1 :], top.logprobs[first - 1 :]
-            found["topk_prompt_logprobs"] = TopkLogprobs(token_ids, values)
+            fields["topk_prompt_logprobs"] = TopkLogprobs(token_ids, values)
     if ask.targets is not None:
         asked = ask.targets
-        found["target_prompt_logprobs"] = np.zeros(asked.shape, np.float32)
+        fields["target_prompt_logprobs"] = np.zeros(asked.shape, np.float32)
         if asked.size:
             row = ScoreRow(ids, range(1, len(ids)), targets=asked.clip(0))
             scored = score(model, [row])[0].cpu().numpy().reshape(asked.shape)
-            found["target_prompt_logprobs"] = np.where(asked < 0, np.float32(0), scored)
+            fields["target_prompt_logprobs"] = np.where(asked < 0, np.float32(0), scored)
     if ask.draws:
-        found["prompt_alt_tokens"] = _draws(model, call)
-    return found
+        fields["prompt_alt_tokens"] = _draws(model, call)
+    return fields
 
 
 def _draws(model: Model, call: SampleCall) -> PromptAltTokens:
@@ -358,6 +358,6 @@ def _draws(model: Model, call: SampleCall) -> PromptAltTokens:
         warp = warp_for([params], np.zeros(1, np.int64), model.eos_token_ids, device=device, counts=[len(of)])
         for draw in range(draws):
             seeds = torch.full_like(of, derived_seed(f"{call.seed}/alternatives/{draw}"))
-            ids, made, _ = model.output.sample(logits, warp, seeds, of)
-            tokens[at, draw], logprobs[at, draw] = ids.cpu().numpy(), made.cpu().numpy()
+            ids, draw_logprobs, _ = model.output.sample(logits, warp, seeds, of)
+            tokens[at, draw], logprobs[at, draw] = ids.cpu().numpy(), draw_logprobs.cpu().numpy()
     return PromptAltTokens(tokens, logprobs)

@@ -143,18 +143,18 @@ class _Host:
                 service.close()
                 return
             try:
-                made = getattr(service, name)(*args, **kwargs)
+                result = getattr(service, name)(*args, **kwargs)
             except Exception as error:
                 self._send(number, False, error)
                 continue
-            if isinstance(made, Future):
-                made.add_done_callback(partial(self._done, number))
+            if isinstance(result, Future):
+                result.add_done_callback(partial(self._done, number))
             else:
-                self._send(number, True, made)
+                self._send(number, True, result)
 
-    def _done(self, number: int, made: Future[Any]) -> None:
-        error = made.exception()
-        self._send(number, error is None, made.result() if error is None else error)
+    def _done(self, number: int, future: Future[Any]) -> None:
+        error = future.exception()
+        self._send(number, error is None, future.result() if error is None else error)
 
     def _send(self, number: int | None, good: bool, value: Any) -> None:
         try:

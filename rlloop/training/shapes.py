@@ -85,7 +85,7 @@ def resolve_training_profile(
     over = _over(shape, count)
     if over is None or not over.fits:
         needs = "no layout of its adapters or experts" if over is None else f"{over.total_memory_gib:.0f} GiB each"
-        enough = next((n for n in _counts(count) if (found := _over(shape, n)) is not None and found.fits), None)
+        enough = next((n for n in _counts(count) if (profile := _over(shape, n)) is not None and profile.fits), None)
         hint = "take a larger accelerator" if enough is None else f"take {enough}"
         raise ConfigError(
             f"{shape_id} does not fit on {count} x {shape.accelerator_type} of {shape.accelerator_memory_gib:g} GiB "
@@ -96,10 +96,10 @@ def resolve_training_profile(
 
 def training_shapes(files: Sequence[str | Path] = ()) -> list[TrainingShapeProfile]:
     """All shapes over as many accelerators as their files say."""
-    found = []
+    profiles = []
     for shape in _shapes(files).values():
-        found.append(_over(shape, shape.accelerator_count) or shape)
-    return found
+        profiles.append(_over(shape, shape.accelerator_count) or shape)
+    return profiles
 
 
 def _shapes(files: Sequence[str | Path]) -> dict[str, TrainingShapeProfile]:
@@ -122,12 +122,12 @@ def _read(file: Path) -> Iterator[TrainingShapeProfile]:
     shapes = content.get("shapes") if isinstance(content, dict) else None
     if not isinstance(shapes, dict) or not isinstance(content.get("model"), dict):
         raise ConfigError(f"{file} must have model_name, model (keys of config.json) and shapes (a table by mode)")
-    for mode, given in shapes.items():
+    for mode, shape in shapes.items():
         if mode not in MODES:
             raise ConfigError(f"{file}: shapes has {mode!r}; the modes are {', '.join(MODES)}")
-        if unknown := sorted(given.keys() - allowed):
+        if unknown := sorted(shape.keys() - allowed):
             raise ConfigError(f"{file}: shapes.{mode} has {unknown[0]!r}; its keys are {', '.join(sorted(allowed))}")
-        options = {"trainer_mode": mode, **given, "layout": Layout(**given.get("layout", {}))}
+        options = {"trainer_mode": mode, **shape, "layout": Layout(**shape.get("layout", {}))}
         if options.get("base_model_weight_precision", "bfloat16") not in DTYPES:
             raise ConfigError(f"{file}: base_model_weight_precision must be one of {', '.join(DTYPES)}")
         name = str(content.get("model_name", file.stem))

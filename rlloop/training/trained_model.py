@@ -139,17 +139,17 @@ class TrainedModel:
         """Answer data by the logprobs of `scored` (None: of these), after comparison with the sampled sequences. A
         datum that fails makes its call fail; if it trains, the gradient is dropped."""
         scored = items if scored is None else scored
-        parts = logprobs.detach().cpu().split([item.targets.size for item in scored])
-        by_item = {id(item): part for item, part in zip(scored, parts, strict=True)}
+        per_item = logprobs.detach().cpu().split([item.targets.size for item in scored])
+        by_item = {id(item): values for item, values in zip(scored, per_item, strict=True)}
         flat = [by_item[id(item)] for item in items]
-        found = compare(items, [each.numpy() for each in flat], self.frozen, self._sequences, self._view)
-        for item, part, comparison in zip(items, flat, found, strict=True):
+        comparisons = compare(items, [each.numpy() for each in flat], self.frozen, self._sequences, self._view)
+        for item, values, comparison in zip(items, flat, comparisons, strict=True):
             try:
                 if isinstance(comparison, ConfigError):
                     raise comparison
                 if self.info.parity == "require":
                     comparison.require()
-                item.call.answer(item, part.view(item.targets.shape), comparison.checked, comparison.different)
+                item.call.answer(item, values.view(item.targets.shape), comparison.checked, comparison.different)
                 self._count(item, comparison)
             except RlloopError as error:
                 item.call.fail(error)
@@ -260,7 +260,7 @@ def lora_targets(targets: dict[str, Target], lora: LoraConfig) -> dict[str, Targ
     def trains(name: str) -> bool:
         if name == HEAD:
             return lora.train_unembed
-        attention = any(part in f"{name}." for part in ATTENTION + RECURRENT)
+        attention = any(module in f"{name}." for module in ATTENTION + RECURRENT)
         return lora.train_attn if attention else lora.train_mlp
 
     chosen = {name: target for name, target in targets.items() if trains(name)}

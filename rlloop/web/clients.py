@@ -65,23 +65,23 @@ class _Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
         self._request, self._most = response.request, most
         self._read, self._begun = 0, time.monotonic()
 
-    def _counted(self, part: bytes) -> bytes:
-        self._read += len(part)
+    def _counted(self, chunk: bytes) -> bytes:
+        self._read += len(chunk)
         if self._most is None:
-            return part
+            return chunk
         if self._read > self._most:
             raise httpx.DecodingError(f"it has more than {self._most} bytes", request=self._request)
         if time.monotonic() - self._begun > PATIENCE + self._read / SLOWEST:
             raise httpx.ReadTimeout(f"{self._read} bytes took more than {PATIENCE:g} seconds", request=self._request)
-        return part
+        return chunk
 
     def __iter__(self) -> Iterator[bytes]:
-        for part in self._stream:
-            yield self._counted(part)
+        for chunk in self._stream:
+            yield self._counted(chunk)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._stream:
-            yield self._counted(part)
+        async for chunk in self._stream:
+            yield self._counted(chunk)
 
     def close(self) -> None:
         self._stream.close()

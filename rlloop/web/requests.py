@@ -31,8 +31,8 @@ def refusal(status: int, code: str, message: str, **details: Any) -> JSONRespons
 async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
     """The body of a request of at most `most` bytes, for routes with a smaller limit than their server's."""
     content = bytearray()
-    async for part in request.stream():
-        content += part
+    async for chunk in request.stream():
+        content += chunk
         if len(content) > most:
             raise HTTPException(413, f"a request to {request.url.path} may have at most {most} bytes")
     return bytes(content)

@@ -102,8 +102,8 @@ def adapted_linear(
     if not torch.is_grad_enabled():
         kernels = kernels_for(x.device)
         one = None if is_packed(weight) else kernels.one_adapter
-        if one is not None and (made := one(x, (weight,), bias, dtype, (factors,), which, False)):
-            return made[0]
+        if one is not None and (outputs := one(x, (weight,), bias, dtype, (factors,), which, False)):
+            return outputs[0]
         if kernels.adapted_rows is not None and not which.uniform:
             return kernels.adapted_rows(x, weight, bias, dtype, factors, which)
     z = reduced(x, factors.down, which)

@@ -30,8 +30,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        made = _product(x, weight, None, x.dtype if bias is None else torch.float32)
-        return made if bias is None else (made + bias.float()).to(x.dtype)
+        out = _product(x, weight, None, x.dtype if bias is None else torch.float32)
+        return out if bias is None else (out + bias.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

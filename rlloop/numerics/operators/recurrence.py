@@ -57,10 +57,10 @@ _carried_convolution = operator(  # the same kernel; an operator that writes to 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: RecurrentState | None
 ) -> Tensor:
-    given = x.float(), weight.float(), None if bias is None else bias.float(), layout.query_start
+    arguments = x.float(), weight.float(), None if bias is None else bias.float(), layout.query_start
     if states is None:
-        return _convolution(*given)
-    return _carried_convolution(*given, layout.context, states.store, states.rows)
+        return _convolution(*arguments)
+    return _carried_convolution(*arguments, layout.context, states.store, states.rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- gates
@@ -126,7 +126,7 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, layout: AttentionLayout,
     states: RecurrentState | None,
 ) -> Tensor:  # fmt: skip
-    given = (*(x.float() for x in (q, k, v, decay, beta)), corrects, layout.query_start)
+    arguments = (*(x.float() for x in (q, k, v, decay, beta)), corrects, layout.query_start)
     if states is None:
-        return _scan(*given)
-    return _carried_scan(*given, layout.context, states.store, states.rows)
+        return _scan(*arguments)
+    return _carried_scan(*arguments, layout.context, states.store, states.rows)

@@ -97,12 +97,12 @@ class EngineAdapters:
 
     def counted(self, stats: EngineStats) -> EngineStats:
         """`stats` with the model's counts of adapter swaps."""
-        made = self.model.adapters.stats
+        swap_stats = self.model.adapters.stats
         return replace(
             stats,
-            adapter_swaps=made.swaps,
-            adapter_swap_bytes=made.swap_bytes,
-            adapter_swap_seconds=made.swap_seconds,
+            adapter_swaps=swap_stats.swaps,
+            adapter_swap_bytes=swap_stats.swap_bytes,
+            adapter_swap_seconds=swap_stats.swap_seconds,
         )
 
 

@@ -42,21 +42,21 @@ class Drawing:
         if len(rows) == 0:
             return torch.empty(0, dtype=torch.int64, device=device), torch.empty(3, 0, dtype=torch.int32, device=device)
         seeds, positions = self._tensor(table.seed[rows]), self._tensor(table.length[rows])
-        parts, begin = [], 0
-        for part in logits:
-            end = begin + len(part)
-            parts.append(output.sample(part, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
+        samples, begin = [], 0
+        for chunk in logits:
+            end = begin + len(chunk)
+            samples.append(output.sample(chunk, warp.rows(begin, end), seeds[begin:end], positions[begin:end]))
             for index in np.flatnonzero(table.top[rows[begin:end]]).tolist():
-                self._keep_likeliest(output.whole(part[index : index + 1]), int(rows[begin + index]))
+                self._keep_likeliest(output.whole(chunk[index : index + 1]), int(rows[begin + index]))
             begin = end
-        drawn = [torch.cat(part) for part in zip(*parts, strict=True)]
+        drawn = [torch.cat(column) for column in zip(*samples, strict=True)]
         return drawn[0], packed(*drawn)
 
     def _keep_likeliest(self, logits: Tensor, row: int) -> None:
         """logits [1, V] of the row's next token. The host waits for them."""
         table = self._scheduler.table
-        request, made = table.request(row), int(table.length[row] - table.prompt_length[row])
-        request.likeliest[made:] = [likeliest(self.model, logits, request.top, request.sampling, made)]
+        request, generated = table.request(row), int(table.length[row] - table.prompt_length[row])
+        request.likeliest[generated:] = [likeliest(self.model, logits, request.top, request.sampling, generated)]
 
     def _warp(self, rows: np.ndarray) -> LogitsProcessing:
         """The rows' logits processing; the last step's if nothing changed, since building it loops over requests."""
@@ -64,8 +64,8 @@ class Drawing:
         sampling = [table.request(row).sampling for row in rows.tolist()]
         banning = bool((table.length[rows] < table.min_length[rows]).any())
         if banning or sampling != self._last_warp[0]:
-            made = table.length[rows] - table.prompt_length[rows]
-            warp = warp_for(sampling, made, self.model.eos_token_ids, device=self._device)
+            generated = table.length[rows] - table.prompt_length[rows]
+            warp = warp_for(sampling, generated, self.model.eos_token_ids, device=self._device)
             self._last_warp = ([] if banning else sampling, warp)
         return self._last_warp[1]
 

@@ -179,8 +179,8 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
                 self.step()
         finally:
             self.abort_all()
-        parts = ([each.scored[begin] for begin in sorted(each.scored)] for each in requests if each.scored is not None)
-        return [np.concatenate([np.zeros(0, np.float32), *part]) for part in parts]
+        scored = ([each.scored[begin] for begin in sorted(each.scored)] for each in requests if each.scored is not None)
+        return [np.concatenate([np.zeros(0, np.float32), *chunks]) for chunks in scored]
 
     @property
     def in_flight(self) -> int:
@@ -324,8 +324,8 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
             spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
-            parts = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
-            token_ids, drawn = self._sample(parts, emitting, self._warp(emitting))
+            logits = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
+            token_ids, drawn = self._sample(logits, emitting, self._warp(emitting))
         self._cache.copy_states(batch.saves)
         self._scheduler.advance(batch)
         return _Flight(batch, token_ids, to_host(drawn))

@@ -46,11 +46,11 @@ class FeatureCache:
     def _see(self, images: list[Image]) -> list[Tensor]:
         missing = [image for image in images if image.digest not in self._kept]
         if missing:
-            made = self._model.see(missing)
-            self._kept.update({image.digest: each for image, each in zip(missing, made, strict=True)})
+            new_features = self._model.see(missing)
+            self._kept.update({image.digest: each for image, each in zip(missing, new_features, strict=True)})
         for image in images:
             self._kept.move_to_end(image.digest)
-        found = [self._kept[image.digest] for image in images]
+        features = [self._kept[image.digest] for image in images]
         while len(self._kept) > len(images) and sum(each.nbytes for each in self._kept.values()) > MOST_BYTES:
             self._kept.popitem(last=False)
-        return found
+        return features

@@ -82,8 +82,8 @@ class DecodeGraphs:
         seeds: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         """The next tokens, drawn from unwarped distributions: ids [S], and [3, S] as returned by `packed`."""
-        ids, made = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds, rows)
-        return ids[: len(tokens)], made[:, : len(tokens)]
+        ids, drawn = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds, rows)
+        return ids[: len(tokens)], drawn[:, : len(tokens)]
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
         """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
@@ -108,8 +108,8 @@ class DecodeGraphs:
         (rows, width), count = self.shape(len(tokens), pages.shape[1], draws=draws), len(tokens)
         rows, width = max(rows, self.least[0]), max(width, self.least[1])
         step = self._recorded.get((rows, width, draws, adapted)) or self._record(rows, width, draws, adapted)
-        given = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
-        host = given.numpy()
+        staging = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
+        host = staging.numpy()
         host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
         host[:, ROW] = self._cache.spare_row
         if adapters is not None:
@@ -117,7 +117,7 @@ class DecodeGraphs:
         for column, values in enumerate(columns, ADAPTER + 1):
             host[:count, column] = values
         host[:count, PAGES : PAGES + pages.shape[1]] = pages
-        step.inputs.copy_(given, non_blocking=True)
+        step.inputs.copy_(staging, non_blocking=True)
         step.inputs[:count, 0] = tokens
         step.graph.replay()
         return step.outputs
@@ -152,14 +152,14 @@ class DecodeGraphs:
             logits = self._model.logits(hidden, adapters)
             if not draws:
                 return (logits,)
-            made = output.sample(logits, LogitsProcessing(), seeds, index + 1)
-            return made[0], packed(*made)
+            drawn = output.sample(logits, LogitsProcessing(), seeds, index + 1)
+            return drawn[0], packed(*drawn)
 
         work()  # compiles kernels first
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            made = work()
-        step = self._recorded[rows, width, draws, adapted] = _Recorded(graph, inputs, layout, made)
+            outputs = work()
+        step = self._recorded[rows, width, draws, adapted] = _Recorded(graph, inputs, layout, outputs)
         return step
 
     def _addresses(self) -> list[int]:

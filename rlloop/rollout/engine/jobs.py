@@ -53,12 +53,12 @@ class Job:
         """
         told = self.told.get(request, 0)
         if completion is None:
-            part = engine.so_far(request, told)
+            segment = engine.so_far(request, told)
         else:
-            part = completion.part(told)
-            part = part[:-1] if completion.finish_reason == "stop" else part
-        self.told[request] = told + len(part.token_ids)
-        return part
+            segment = completion.part(told)
+            segment = segment[:-1] if completion.finish_reason == "stop" else segment
+        self.told[request] = told + len(segment.token_ids)
+        return segment
 
     def arguments(self, index: int) -> dict[str, Any]:
         """The engine's extra arguments for prompt `index`: its adapter, if it names one; engines without adapters have

@@ -100,9 +100,9 @@ def follow(engine: Engine) -> None:
 
 def hand_out(model: Model, whole: Model | None) -> None:
     """Copy whole parameters, which the first rank has, into each rank's `model`. Collective."""
-    tp, given = model.context.tp, {} if whole is None else ParameterStore(whole).tensors()
+    tp, tensors = model.context.tp, {} if whole is None else ParameterStore(whole).tensors()
     store = ParameterStore(model)
     for name, entry in store.entries.items():
-        value = given[name] if given else entry.live.new_empty(entry.shape)
+        value = tensors[name] if tensors else entry.live.new_empty(entry.shape)
         value = value.to(entry.live.device, entry.live.dtype).contiguous()
         store.copy_wholes([(name, tp.broadcast(value, 0))])

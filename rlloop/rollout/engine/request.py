@@ -173,12 +173,12 @@ class RequestTable:
         inside = self.placed[rows] & (begin < self.prompt_length[rows])
         if not inside.any():
             return positions
-        parts = np.split(positions, np.cumsum(counts)[:-1])
+        segments = np.split(positions, np.cumsum(counts)[:-1])
         for each in np.flatnonzero(inside).tolist():
             first, model_input = int(begin[each]), self.request(int(rows[each])).model_input
-            parts[each] = model_input.positions_at(first, first + int(counts[each]))
-        axes = max((part.shape[:-1] for part in parts), key=len)
-        return np.concatenate([np.broadcast_to(part, (*axes, part.shape[-1])) for part in parts], axis=-1)
+            segments[each] = model_input.positions_at(first, first + int(counts[each]))
+        axes = max((segment.shape[:-1] for segment in segments), key=len)
+        return np.concatenate([np.broadcast_to(segment, (*axes, segment.shape[-1])) for segment in segments], axis=-1)
 
     def _widen(self, tokens: int, stops: int) -> None:
         if tokens > self.tokens.shape[1]:

@@ -172,9 +172,9 @@ class Scheduler:
         """
         self._ahead, table = None, self.table
         rows = self.running[table.length[self.running] < table.max_length[self.running]]
-        made = np.full(len(table.length), -1)
-        made[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
-        source, needy = made[rows], self._without_slot(rows)
+        emit_index = np.full(len(table.length), -1)
+        emit_index[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
+        source, needy = emit_index[rows], self._without_slot(rows)
         first = self._next_waiting()
         alone = first is None or self._place_for(self.waiting[first], 0) is None
         if not (alone and 0 < len(rows) <= self.max_batch_tokens and (source >= 0).all()):
@@ -249,10 +249,10 @@ class Scheduler:
         admitted = []
         while budget > 0 and (index := self._next_waiting()) is not None:
             request = self.waiting[index]
-            place = self._place_for(request, len(admitted))
-            if place is None:
+            allocation = self._place_for(request, len(admitted))
+            if allocation is None:
                 break
-            shared, fresh = place
+            shared, fresh = allocation
             del self.waiting[index]
             self._passed = self._passed + 1 if index else 0
             if self._takes_slot(request):

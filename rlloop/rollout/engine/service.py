@@ -253,8 +253,8 @@ class EngineService:
     def _stop(self, mode: PauseMode, answer: Future[None]) -> None:
         if mode == "abort":
             for request, job in list(self._running.items()):
-                if request in self._running and (made := self._engine.abort(request)) is not None:
-                    self._keep(job, request, made)
+                if request in self._running and (completion := self._engine.abort(request)) is not None:
+                    self._keep(job, request, completion)
             for job in each_once([*self._running.values(), *self._unscored]):
                 self._fail(job, Busy("aborted by a pause before any token was drawn"))
         with self._changed:
@@ -324,9 +324,9 @@ class EngineService:
         """Report a request's new tokens to its listener, which may end it. `completion`: the whole, if it has ended."""
         kept = None
         if job.listener is not None:
-            part = job.unheard(self._engine, request, completion)
+            segment = job.unheard(self._engine, request, completion)
             try:
-                kept = job.listener.made(job.index[request], part) if part.token_ids else None
+                kept = job.listener.made(job.index[request], segment) if segment.token_ids else None
             except Exception as error:  # the listener's, so its caller gets it
                 self._fail(job, error)
                 return

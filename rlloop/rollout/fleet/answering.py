@@ -42,10 +42,10 @@ async def outcome(
     service: EngineService, request: Request, future: Future[list[Completion]], keep: bool = False
 ) -> list[Completion] | None:
     """The completions; None if the client disconnected, which cancels them unless it may retry (`keep`)."""
-    made = asyncio.wrap_future(future)
-    if await _came(request, made):
-        return made.result()
-    made.add_done_callback(
+    wrapped = asyncio.wrap_future(future)
+    if await _came(request, wrapped):
+        return wrapped.result()
+    wrapped.add_done_callback(
         lambda late: late.cancelled() or late.exception()
     )  # retrieved, so that asyncio does not warn
     if not keep:
@@ -102,8 +102,8 @@ def written(
     """The whole answer as JSON. `heard`: scores and choices ended by a stop string, if the request had a listener."""
     scores, stopped = (heard.scores, heard.stopped) if heard is not None else ({}, set[int]())
     pieces = [
-        Choice(index, ask, tokenizer).end(made, scores.get(index), index in stopped)
-        for index, made in enumerate(completions)
+        Choice(index, ask, tokenizer).end(completion, scores.get(index), index in stopped)
+        for index, completion in enumerate(completions)
     ]
     content = dialect.whole(secrets.token_hex(12), ask, pieces, _names(ask, tokenizer))
     return msgspec.json.encode({**content, "usage": ask.usage(completions)})

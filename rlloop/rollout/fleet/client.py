@@ -268,9 +268,9 @@ class RemoteEngine:
     async def _generate(
         self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]
     ) -> list[Completion]:
-        parts = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
-        made = await asyncio.gather(*(self._call(prompts[part], each[part], names[part]) for part in parts))
-        return [completion for part in made for completion in part]
+        chunks = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
+        answers = await asyncio.gather(*(self._call(prompts[chunk], each[chunk], names[chunk]) for chunk in chunks))
+        return [completion for answer in answers for completion in answer]
 
     async def _call(
         self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]

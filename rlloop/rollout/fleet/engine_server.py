@@ -186,7 +186,7 @@ class EngineServer:
         completions = await outcome(self.service, request, future, keep=key is not None)
         if completions is None:
             return Response(status_code=LEFT)
-        answer = wire.Answer([wire.pack(made) for made in completions], self.boot)
+        answer = wire.Answer([wire.pack(completion) for completion in completions], self.boot)
         return await run_in_threadpool(_packed, answer)
 
     def _forget_oldest(self) -> None:

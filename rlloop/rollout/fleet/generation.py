@@ -86,9 +86,9 @@ class Generation:
         return max((count for count in asked if count is not None), default=None)
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        prompt = sum(len(made.prompt_ids) for made in completions[:: self.n])
-        made = sum(len(made.token_ids) for made in completions)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        prompt = sum(len(completion.prompt_ids) for completion in completions[:: self.n])
+        generated = sum(len(completion.token_ids) for completion in completions)
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Choice:
             self._before = whole.write(self._prompt.token_ids) + whole.end()
             self._prompt = Prompt(self._prompt.token_ids, None, whole.offsets)
 
-    def more(self, part: Part, scores: PromptScores | None) -> Piece:
-        return self._piece(part, part.token_ids, scores)
+    def more(self, segment: Part, scores: PromptScores | None) -> Piece:
+        return self._piece(segment, segment.token_ids, scores)
 
     def end(self, completion: Completion, scores: PromptScores | None, stopped: bool) -> Piece:
         """The last piece: everything not in earlier ones. `stopped`: by a stop string, so its last token is text."""
@@ -140,17 +140,17 @@ class Choice:
             piece.stop_reason = last
         return piece
 
-    def _piece(self, part: Part, written: list[int], scores: PromptScores | None) -> Piece:
+    def _piece(self, segment: Part, written: list[int], scores: PromptScores | None) -> Piece:
         """`written`: the number of its tokens that are part of the text."""
-        piece = Piece(self._index, part)
+        piece = Piece(self._index, segment)
         if self._told == 0:
             piece.prompt, piece.text = replace(self._prompt, scores=scores), self._before
-        self._told += len(part.token_ids)
+        self._told += len(segment.token_ids)
         if (writer := self._writer) is not None:
             before = len(writer.offsets)
             piece.text += writer.write(written)
             piece.offsets = [len(self._before) + at for at in writer.offsets[before:]]
-            if written != part.token_ids:  # the ending token or stop begins where the text ends
+            if written != segment.token_ids:  # the ending token or stop begins where the text ends
                 piece.offsets.append(len(self._before) + writer.length)
         return piece
 

@@ -120,15 +120,15 @@ class Completions:
     """`POST /v1/completions`"""
 
     def parse(self, body: bytes, served: Served) -> Generation:
-        given = read(body, CompletionFields)
-        prompts = _prompts(given, served)
-        score = given.echo or given.prompt_logprobs is not None
-        if given.max_tokens == 0 and not score:
+        request = read(body, CompletionFields)
+        prompts = _prompts(request, served)
+        score = request.echo or request.prompt_logprobs is not None
+        if request.max_tokens == 0 and not score:
             raise BadField("max_tokens", "max_tokens is 0, which scores a prompt: ask for echo or prompt_logprobs, too")
-        if given.echo and served.tokenizer is None and not given.return_token_ids:
+        if request.echo and served.tokenizer is None and not request.return_token_ids:
             raise BadField("echo", "echo is True, and this engine's model has no tokenizer; ask for return_token_ids")
-        tokens = 16 if given.max_tokens is None else given.max_tokens
-        return generation(given, served, prompts, tokens, given.logprobs, "logprobs", echo=given.echo)
+        tokens = 16 if request.max_tokens is None else request.max_tokens
+        return generation(request, served, prompts, tokens, request.logprobs, "logprobs", echo=request.echo)
 
     def whole(self, id: str, ask: Generation, pieces: Sequence[Piece], name: Name) -> dict[str, Any]:
         head = {"id": f"cmpl-{id}", "object": "text_completion", "created": int(time.time()), "model": ask.model}
@@ -147,13 +147,13 @@ class Completions:
 
     def _logprobs(self, ask: Generation, piece: Piece, name: Name) -> dict[str, Any]:
         """Logprobs of the echoed prompt, if any, then of the completion; the prompt's first token has none."""
-        part, offsets = piece.part, piece.offsets or [0] * len(piece.part.token_ids)
-        ids, values = part.token_ids, exact(part.raw_logprobs if ask.raw else part.logprobs)
-        top = [_named(row, name) for row in beside(ids, values, part.alternatives, ask.logprobs or 0, ask.raw)]
+        segment, offsets = piece.part, piece.offsets or [0] * len(piece.part.token_ids)
+        ids, values = segment.token_ids, exact(segment.raw_logprobs if ask.raw else segment.logprobs)
+        top = [_named(row, name) for row in beside(ids, values, segment.alternatives, ask.logprobs or 0, ask.raw)]
         if ask.echo and piece.prompt is not None and piece.prompt.scores is not None:
-            before, found = piece.prompt.token_ids, piece.prompt.scores
-            scored = exact(found.logprobs)
-            rows = beside(before[1:], scored, found.alternatives, ask.logprobs or 0, raw=True)
+            before, scores = piece.prompt.token_ids, piece.prompt.scores
+            scored = exact(scores.logprobs)
+            rows = beside(before[1:], scored, scores.alternatives, ask.logprobs or 0, raw=True)
             top = [None, *(_named(row, name) for row in rows), *top]
             ids, values = [*before, *ids], [None, *scored, *values]
             offsets = [*(piece.prompt.offsets or [0] * len(before)), *offsets]
@@ -172,7 +172,7 @@ def _named(row: list[tuple[int, float | None]], name: Name) -> dict[str, float |
     return named
 
 
-def _prompts(given: CompletionFields, served: Served) -> list[list[int]]:
+def _prompts(request: CompletionFields, served: Served) -> list[list[int]]:
     def ids(prompt: Any) -> list[int]:
         if isinstance(prompt, int):
             raise BadField("prompt", "prompt mixes token ids with texts or lists; give one, or a list of the same kind")
@@ -180,9 +180,9 @@ def _prompts(given: CompletionFields, served: Served) -> list[list[int]]:
             return prompt
         if served.tokenizer is None:
             raise BadField("prompt", "the prompt is text, and this engine's model has no tokenizer; send token ids")
-        return served.tokenizer.encode(prompt, given.add_special_tokens)
+        return served.tokenizer.encode(prompt, request.add_special_tokens)
 
-    prompt = given.prompt
+    prompt = request.prompt
     if isinstance(prompt, str) or all(isinstance(each, int) for each in prompt):
         return [ids(prompt)]
     return [ids(each) for each in prompt]
@@ -206,31 +206,31 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 def fields_of(content: dict[str, Any], kind: type[F]) -> F:
     """Raises `BadField` for a field that is unknown, of another type, or cannot be honoured."""
-    given = {name: value for name, value in content.items() if value is not None}  # null is a key left out
+    fields = {name: value for name, value in content.items() if value is not None}  # null is a key left out
     for name, idle in IDLE.items():
-        if name in given and (value := given.pop(name)) not in idle:
+        if name in fields and (value := fields.pop(name)) not in idle:
             allowed = " or ".join(repr(each) for each in idle)
             raise BadField(
                 name, f"{name} is {value!r:.80}: this engine cannot do that; leave it out, or give {allowed}"
             )
     try:
-        return msgspec.convert({name: given[name] for name in given.keys() - IGNORED}, kind)
+        return msgspec.convert({name: fields[name] for name in fields.keys() - IGNORED}, kind)
     except msgspec.ValidationError as error:
-        found = re.search(r"field `([^`]+)`|at `\$\.(\w+)", str(error))
-        raise BadField(found and (found[1] or found[2]), str(error)) from None
+        match = re.search(r"field `([^`]+)`|at `\$\.(\w+)", str(error))
+        raise BadField(match and (match[1] or match[2]), str(error)) from None
 
 
 def generation(
-    given: Fields, served: Served, prompts: list[list[int]], max_tokens: int, logprobs: int | None, logprobs_field: str,
-    *, prompt_field: str = "prompt", echo: bool = False, **more: Any,
+    request: Fields, served: Served, prompts: list[list[int]], max_tokens: int, logprobs: int | None,
+    logprobs_field: str, *, prompt_field: str = "prompt", echo: bool = False, **more: Any,
 ) -> Generation:  # fmt: skip
     """`prompts` without their choices. Of `n` choices with a `seed`, choice i has seed + i. `more`: further fields of
     the `Generation`. Raises `BadField`."""
-    _check(given, served)
-    if len(prompts) * given.n > MOST_CHOICES:
-        asked = f"{len(prompts)} prompts with n={given.n} ask for {len(prompts) * given.n} choices"
+    _check(request, served)
+    if len(prompts) * request.n > MOST_CHOICES:
+        asked = f"{len(prompts)} prompts with n={request.n} ask for {len(prompts) * request.n} choices"
         raise BadField("n", f"{asked}; a request may have {MOST_CHOICES}")
-    for name, count in ((logprobs_field, logprobs), ("prompt_logprobs", given.prompt_logprobs)):
+    for name, count in ((logprobs_field, logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if count is not None and not 0 <= count <= MOST_LOGPROBS:
             raise BadField(name, f"{name} is {count}; it must be from 0 to {MOST_LOGPROBS}")
     for length in map(len, prompts):
@@ -242,50 +242,50 @@ def generation(
         each = [
             SamplingParams(
                 max_tokens=max_tokens or 1,
-                min_tokens=given.min_tokens,
-                temperature=given.temperature,
-                top_p=given.top_p,
-                top_k=0 if given.top_k == -1 else given.top_k,
-                min_p=given.min_p,
-                seed=None if given.seed in (None, -1) else (given.seed + choice) % 2**63,
-                ignore_eos=given.ignore_eos,
-                stop_token_ids=tuple(given.stop_token_ids),
+                min_tokens=request.min_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=0 if request.top_k == -1 else request.top_k,
+                min_p=request.min_p,
+                seed=None if request.seed in (None, -1) else (request.seed + choice) % 2**63,
+                ignore_eos=request.ignore_eos,
+                stop_token_ids=tuple(request.stop_token_ids),
             )
-            for choice in range(given.n)
+            for choice in range(request.n)
         ]
     except ConfigError as error:
         text = str(error).removeprefix("SamplingParams.")
         raise BadField(text.partition(" ")[0], text) from None
-    mode = served.logprobs_mode if given.logprobs_mode is None else given.logprobs_mode
-    exactly, options = given.policy_version, given.stream_options
+    mode = served.logprobs_mode if request.logprobs_mode is None else request.logprobs_mode
+    exactly, options = request.policy_version, request.stream_options
     fields: dict[str, Any] = {
-        "skip_special_tokens": given.skip_special_tokens,
-        "names_are_ids": given.return_tokens_as_token_ids,
+        "skip_special_tokens": request.skip_special_tokens,
+        "names_are_ids": request.return_tokens_as_token_ids,
         **more,
     }
     return Generation(
-        model=given.model,
+        model=request.model,
         prompts=[prompt for prompt in prompts for _ in each],
         sampling=each * len(prompts),
-        n=given.n,
-        lowest=given.min_version if exactly is None else exactly,
+        n=request.n,
+        lowest=request.min_version if exactly is None else exactly,
         highest=exactly,
-        stops=tuple([given.stop] if isinstance(given.stop, str) else given.stop),
-        keep_stop=given.include_stop_str_in_output,
+        stops=tuple([request.stop] if isinstance(request.stop, str) else request.stop),
+        keep_stop=request.include_stop_str_in_output,
         logprobs=logprobs,
         raw=mode == "raw_logprobs",
-        prompt_logprobs=given.prompt_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
         echo=echo,
         only_score=max_tokens == 0,
-        return_token_ids=given.return_token_ids,
-        stream=given.stream,
+        return_token_ids=request.return_token_ids,
+        stream=request.stream,
         usage_in_stream=options is not None and options.include_usage,
         **fields,
     )
 
 
-def _check(given: Fields, served: Served) -> None:
-    stops = [given.stop] if isinstance(given.stop, str) else given.stop
+def _check(request: Fields, served: Served) -> None:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop
     lengths = [len(stop) for stop in stops]
     if len(stops) > MOST_STOPS or not all(1 <= length <= LONGEST_STOP for length in lengths):
         allowed = f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
@@ -294,20 +294,20 @@ def _check(given: Fields, served: Served) -> None:
         raise BadField(
             "stop", "stop is text, and this engine's model has no tokenizer; stop_token_ids stops at a token"
         )
-    if given.logprobs_mode is not None and given.logprobs_mode not in LOGPROBS_MODES:
+    if request.logprobs_mode is not None and request.logprobs_mode not in LOGPROBS_MODES:
         raise BadField(
-            "logprobs_mode", f"logprobs_mode is {given.logprobs_mode!r}; it must be {' or '.join(LOGPROBS_MODES)}"
+            "logprobs_mode", f"logprobs_mode is {request.logprobs_mode!r}; it must be {' or '.join(LOGPROBS_MODES)}"
         )
-    if given.min_version is not None and given.policy_version is not None:
+    if request.min_version is not None and request.policy_version is not None:
         text = "min_version and policy_version were both given; policy_version alone asks for exactly one"
         raise BadField("min_version", text)
-    if not 1 <= given.n <= 1024:
-        raise BadField("n", f"n is {given.n}; it must be from 1 to 1024")
-    if given.best_of not in (None, given.n):
-        raise BadField("best_of", f"best_of is {given.best_of}: this engine cannot choose; leave it out, or give n")
-    if given.seed is not None and not -(2**63) <= given.seed < 2**63:
-        raise BadField("seed", f"seed is {given.seed}; it must be from -2**63 to 2**63 - 1, and -1 is none")
-    if given.stream_options is not None and given.stream_options.continuous_usage_stats:
+    if not 1 <= request.n <= 1024:
+        raise BadField("n", f"n is {request.n}; it must be from 1 to 1024")
+    if request.best_of not in (None, request.n):
+        raise BadField("best_of", f"best_of is {request.best_of}: this engine cannot choose; leave it out, or give n")
+    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
+        raise BadField("seed", f"seed is {request.seed}; it must be from -2**63 to 2**63 - 1, and -1 is none")
+    if request.stream_options is not None and request.stream_options.continuous_usage_stats:
         raise BadField("stream_options", "stream_options.continuous_usage_stats is True; usage comes at the end")
 
 
@@ -316,15 +316,15 @@ def _check(given: Fields, served: Served) -> None:
 
 def ours(piece: Piece) -> dict[str, Any]:
     """Fields of a choice besides OpenAI's. `finish_reason` is null until the choice has ended."""
-    made = piece.completion
+    completion = piece.completion
     content: dict[str, Any] = {
-        "finish_reason": None if made is None else made.finish_reason,
+        "finish_reason": None if completion is None else completion.finish_reason,
         "stop_reason": piece.stop_reason,
         "token_ids": piece.part.token_ids,
         "raw_logprobs": exact(piece.part.raw_logprobs),
     }
-    if made is not None:
-        content |= {"seed": made.sampling.seed, "policy_version": made.policy_version}
+    if completion is not None:
+        content |= {"seed": completion.sampling.seed, "policy_version": completion.policy_version}
     return content
 
 
@@ -335,9 +335,9 @@ def of_prompt(ask: Generation, piece: Piece, name: Name) -> dict[str, Any]:
         return content
     if ask.return_token_ids:
         content["prompt_token_ids"] = prompt.token_ids
-    if ask.prompt_logprobs is not None and (found := prompt.scores) is not None:
+    if ask.prompt_logprobs is not None and (scores := prompt.scores) is not None:
         ids = prompt.token_ids[1:]
-        rows = beside(ids, exact(found.logprobs), found.alternatives, ask.prompt_logprobs, raw=True)
+        rows = beside(ids, exact(scores.logprobs), scores.alternatives, ask.prompt_logprobs, raw=True)
         content["prompt_logprobs"] = [
             None,
             *({str(id): {"logprob": value, "decoded_token": name(id)} for id, value in row} for row in rows),
@@ -352,8 +352,8 @@ def beside(
     them."""
     rows: list[list[tuple[int, float | None]]] = [[] for _ in ids]
     if likeliest is not None and count:
-        found = (likeliest.raw_logprobs if raw else likeliest.logprobs)[:, :count]
-        for row, others, logprobs in zip(rows, likeliest.token_ids.tolist(), found, strict=True):
+        likeliest_logprobs = (likeliest.raw_logprobs if raw else likeliest.logprobs)[:, :count]
+        for row, others, logprobs in zip(rows, likeliest.token_ids.tolist(), likeliest_logprobs, strict=True):
             row += [each for each in zip(others, exact(logprobs), strict=False) if each[1] is not None]
     for row, id, value in zip(rows, ids, values, strict=True):
         if id not in [other for other, _ in row]:

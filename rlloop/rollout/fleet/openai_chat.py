@@ -48,32 +48,32 @@ class Chat:
     """`POST /v1/chat/completions`"""
 
     def parse(self, body: bytes, served: Served) -> Generation:
-        given = read(body, ChatFields)
-        ids, opened, prompt = _prompt(given, served)
-        tokens = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
-        if given.max_tokens not in (None, tokens):
-            text = f"max_tokens is {given.max_tokens} and max_completion_tokens {tokens}; give one of the two"
+        request = read(body, ChatFields)
+        ids, opened, prompt = _prompt(request, served)
+        tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        if request.max_tokens not in (None, tokens):
+            text = f"max_tokens is {request.max_tokens} and max_completion_tokens {tokens}; give one of the two"
             raise BadField("max_tokens", text)
-        if given.echo:
+        if request.echo:
             raise BadField("echo", "echo is True: chat answers with the assistant's message alone; leave it out")
-        if given.top_logprobs and not given.logprobs:
-            raise BadField("top_logprobs", f"top_logprobs is {given.top_logprobs}, which needs logprobs: true")
+        if request.top_logprobs and not request.logprobs:
+            raise BadField("top_logprobs", f"top_logprobs is {request.top_logprobs}, which needs logprobs: true")
         if tokens == 0:
             raise BadField("max_tokens", "max_tokens is 0; it must be at least 1 (/v1/completions scores prompts)")
-        parses_tools = bool(given.tools) and given.tool_choice != "none"
-        if given.tool_choice not in ("auto", "none"):
-            text = f"tool_choice is {given.tool_choice!r:.60}: this engine cannot force a call; give 'auto' or 'none'"
+        parses_tools = bool(request.tools) and request.tool_choice != "none"
+        if request.tool_choice not in ("auto", "none"):
+            text = f"tool_choice is {request.tool_choice!r:.60}: this engine cannot force a call; give 'auto' or 'none'"
             raise BadField("tool_choice", text)
-        if given.stream and (parses_tools or given.separate_reasoning):
+        if request.stream and (parses_tools or request.separate_reasoning):
             name = "tools" if parses_tools else "separate_reasoning"
             raise BadField("stream", f"stream is True, and {name} needs the whole text to be parsed; leave out either")
         tokens = max(1, served.longest - len(ids)) if tokens is None else tokens
-        logprobs = given.top_logprobs or 0 if given.logprobs else None
+        logprobs = request.top_logprobs or 0 if request.logprobs else None
         return generation(
-            given, served, [ids], tokens, logprobs, "top_logprobs", prompt_field="messages",
-            parses_tools=parses_tools, parses_reasoning=given.separate_reasoning, reasoning_opened=opened,
+            request, served, [ids], tokens, logprobs, "top_logprobs", prompt_field="messages",
+            parses_tools=parses_tools, parses_reasoning=request.separate_reasoning, reasoning_opened=opened,
             image_prompt=prompt,
-            skip_special_tokens=given.skip_special_tokens and not (parses_tools or given.separate_reasoning),
+            skip_special_tokens=request.skip_special_tokens and not (parses_tools or request.separate_reasoning),
         )  # fmt: skip
 
     def whole(self, id: str, ask: Generation, pieces: Sequence[Piece], name: Name) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _parse(choice: dict[str, Any], text: str, ask: Generation) -> None:
         choice["finish_reason"] = "tool_calls" if choice["finish_reason"] == "stop" else choice["finish_reason"]
 
 
-def _prompt(given: ChatFields, served: Served) -> tuple[list[int], bool, ModelInput | None]:
+def _prompt(request: ChatFields, served: Served) -> tuple[list[int], bool, ModelInput | None]:
     """Ids of the prompt, whether it ends inside of reasoning, and itself where it has images."""
     tokenizer = served.tokenizer
     if tokenizer is None or not tokenizer.has_template:
@@ -122,14 +122,14 @@ def _prompt(given: ChatFields, served: Served) -> tuple[list[int], bool, ModelIn
         text = f"messages need a chat template, and this engine's model folder has no {lacks}; use /v1/completions"
         raise BadField("messages", text, "no_chat_template")
     images: list[Image] = []
-    messages = [_message(place, message, served, images) for place, message in enumerate(given.messages)]
+    messages = [_message(index, message, served, images) for index, message in enumerate(request.messages)]
     if not messages:
         raise BadField("messages", "messages is empty; it must have at least one")
     try:
-        text = tokenizer.render(messages, given.chat_template_kwargs or {}, given.tools)
+        text = tokenizer.render(messages, request.chat_template_kwargs or {}, request.tools)
     except ConfigError as error:
         raise BadField("messages", str(error)) from None
-    ids, opened = tokenizer.encode(text, given.add_special_tokens), text.rstrip().endswith(OPENING)
+    ids, opened = tokenizer.encode(text, request.add_special_tokens), text.rstrip().endswith(OPENING)
     if served.images is None:
         return ids, opened, None
     try:  # also without images: a text must not contain placeholders
@@ -139,14 +139,14 @@ def _prompt(given: ChatFields, served: Served) -> tuple[list[int], bool, ModelIn
     return prompt.token_ids, opened, prompt if images else None
 
 
-def _message(place: int, message: dict[str, Any], served: Served, images: list[Image]) -> dict[str, Any]:
+def _message(index: int, message: dict[str, Any], served: Served, images: list[Image]) -> dict[str, Any]:
     """The message with its content as text, which templates concatenate; or as parts, where one of them is an image.
 
     `images` gets these.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
-        raise BadField("messages", f"messages[{place}] has the role {role!r:.40}; it must be text such as 'user'")
+        raise BadField("messages", f"messages[{index}] has the role {role!r:.40}; it must be text such as 'user'")
     parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
     read, pictures = list[dict[str, Any]](), 0
     for part in parts:
@@ -155,24 +155,24 @@ def _message(place: int, message: dict[str, Any], served: Served, images: list[I
         if kind == "text" and isinstance(text, str):
             read.append({"type": "text", "text": text})
         elif kind == "image_url":
-            images.append(_image(f"messages[{place}]", fields.get("image_url"), served))
+            images.append(_image(f"messages[{index}]", fields.get("image_url"), served))
             if len(images) > MOST_IMAGES:
                 raise BadField("messages", f"messages has more than {MOST_IMAGES} images")
             read.append({"type": "image"})
             pictures += 1
         else:
-            given = f"messages[{place}] has the content {content!r:.60}"
-            raise BadField("messages", f'{given}; it must be text, or a list of {{"type": "text", "text": ...}}')
+            problem = f"messages[{index}] has the content {content!r:.60}"
+            raise BadField("messages", f'{problem}; it must be text, or a list of {{"type": "text", "text": ...}}')
     if pictures:
         return {**message, "content": read}
     return {**message, "content": "\n".join(part["text"] for part in read)}
 
 
-def _image(where: str, given: Any, served: Served) -> Image:
+def _image(where: str, image_url: Any, served: Served) -> Image:
     """The image of an `image_url` part. The URL must be a data URI; this server downloads nothing."""
     if served.images is None:
         raise BadField("messages", f"{where} has an image, and this engine's model reads text alone")
-    url = given.get("url") if isinstance(given, dict) else given
+    url = image_url.get("url") if isinstance(image_url, dict) else image_url
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     if not comma or not re.fullmatch(r"data:image/\w+;base64", head):
         raise BadField(
@@ -191,8 +191,8 @@ def _image(where: str, given: Any, served: Served) -> Image:
 def _logprobs(ask: Generation, piece: Piece, name: Name) -> dict[str, Any] | None:
     if ask.logprobs is None:
         return None
-    part = piece.part
-    values = exact(part.raw_logprobs if ask.raw else part.logprobs)
+    segment = piece.part
+    values = exact(segment.raw_logprobs if ask.raw else segment.logprobs)
 
     def written(id: int, value: float | None) -> dict[str, Any]:
         text = name(id)
@@ -201,9 +201,9 @@ def _logprobs(ask: Generation, piece: Piece, name: Name) -> dict[str, Any] | Non
     content = [
         {**written(id, value), "top_logprobs": [written(*each) for each in row[: ask.logprobs]]}
         for id, value, row in zip(
-            part.token_ids,
+            segment.token_ids,
             values,
-            beside(part.token_ids, values, part.alternatives, ask.logprobs, ask.raw),
+            beside(segment.token_ids, values, segment.alternatives, ask.logprobs, ask.raw),
             strict=True,
         )
     ]

@@ -213,11 +213,11 @@ class EnginePool:
         for prefix, indices in alike.items():
             most = max(size, min(self.settings.together, self.settings.chunk))
             for start in range(0, len(indices), most):
-                part = indices[start : start + most]
-                if chunks and len(chunks[-1].indices) + len(part) <= size:
-                    chunks[-1].indices += part
+                subset = indices[start : start + most]
+                if chunks and len(chunks[-1].indices) + len(subset) <= size:
+                    chunks[-1].indices += subset
                 else:
-                    chunks.append(_Chunk(batch, part, prefix))
+                    chunks.append(_Chunk(batch, subset, prefix))
         return chunks
 
     def _pump(self) -> None:

@@ -55,18 +55,18 @@ class Tokens:
             **sampling,
             **{name: value for name, value in content.items() if value is not None},
         }
-        given = fields_of({name: value for name, value in flat.items() if name not in IGNORED}, TokenFields)
-        room = max(1, served.longest - len(given.token_ids))
-        tokens = room if given.max_tokens is None else given.max_tokens
+        request = fields_of({name: value for name, value in flat.items() if name not in IGNORED}, TokenFields)
+        room = max(1, served.longest - len(request.token_ids))
+        tokens = room if request.max_tokens is None else request.max_tokens
         if tokens == 0:
             raise BadField("max_tokens", "max_tokens is 0; it must be at least 1 (/v1/completions scores prompts)")
-        start = given.routed_experts_prompt_start
-        if not 0 <= start < max(1, len(given.token_ids)):
-            text = f"it must be from 0 to {len(given.token_ids) - 1}, a token of the prompt"
+        start = request.routed_experts_prompt_start
+        if not 0 <= start < max(1, len(request.token_ids)):
+            text = f"it must be from 0 to {len(request.token_ids) - 1}, a token of the prompt"
             raise BadField("routed_experts_prompt_start", f"routed_experts_prompt_start is {start}; {text}")
         return generation(
-            given, served, [given.token_ids], tokens, given.logprobs, "logprobs", prompt_field="token_ids",
-            request_id=given.request_id or secrets.token_hex(16), experts_from=start, names_are_ids=True,
+            request, served, [request.token_ids], tokens, request.logprobs, "logprobs", prompt_field="token_ids",
+            request_id=request.request_id or secrets.token_hex(16), experts_from=start, names_are_ids=True,
         )  # fmt: skip
 
     def whole(self, id: str, ask: Generation, pieces: Sequence[Piece], name: Name) -> dict[str, Any]:
@@ -78,18 +78,18 @@ class Tokens:
 
 def _choice(ask: Generation, piece: Piece, name: Name) -> dict[str, Any]:
     content = {"index": piece.index, **ours(piece), "logprobs": None}
-    part, made = piece.part, piece.completion
+    segment, completion = piece.part, piece.completion
     if ask.logprobs is not None:
-        values = exact(part.raw_logprobs if ask.raw else part.logprobs)
-        rows = beside(part.token_ids, values, part.alternatives, ask.logprobs, ask.raw)
+        values = exact(segment.raw_logprobs if ask.raw else segment.logprobs)
+        rows = beside(segment.token_ids, values, segment.alternatives, ask.logprobs, ask.raw)
         content["logprobs"] = {
             "content": [
                 {**_named(id, value, name), "top_logprobs": [_named(*each, name) for each in row[: ask.logprobs]]}
-                for id, value, row in zip(part.token_ids, values, rows, strict=True)
+                for id, value, row in zip(segment.token_ids, values, rows, strict=True)
             ]
         }
-    if made is not None and made.routed_experts is not None:
-        content["routed_experts"] = _experts(made.routed_experts, ask.experts_from or 0)
+    if completion is not None and completion.routed_experts is not None:
+        content["routed_experts"] = _experts(completion.routed_experts, ask.experts_from or 0)
     return content
 
 

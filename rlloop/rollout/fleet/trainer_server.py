@@ -97,8 +97,8 @@ def trainer_app(
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # Not in the thread pool, which serves the weights and joins that this may wait for.
-        made = await asyncio.wrap_future(pool.begin(ask.prompts, each, have))
-        answer = wire.Answer([wire.pack(completion) for completion in made], "fleet")
+        completions = await asyncio.wrap_future(pool.begin(ask.prompts, each, have))
+        answer = wire.Answer([wire.pack(completion) for completion in completions], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 
     async def tokens(request: Request) -> Response:
@@ -108,8 +108,8 @@ def trainer_app(
         ask = Tokens().parse(body, Served("rlloop", None, longest))
         if ask.score is not None or ask.stream or ask.logprobs not in (None, 0, 1):
             raise BadField("sampling_params", "here are neither streams, prompt_logprobs nor logprobs above 1")
-        made = await asyncio.wrap_future(pool.begin(ask.prompts, ask.sampling, pool.version, session))
-        return Response(written(Tokens(), ask, made, None), media_type="application/json")
+        completions = await asyncio.wrap_future(pool.begin(ask.prompts, ask.sampling, pool.version, session))
+        return Response(written(Tokens(), ask, completions, None), media_type="application/json")
 
     async def models(request: Request) -> Response:
         card = {"id": "rlloop", "object": "model", "owned_by": "rlloop", "max_model_len": pool.longest or None}

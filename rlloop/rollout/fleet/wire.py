@@ -165,24 +165,24 @@ def unpack(ask: Ask, answer: Answer, vocabulary: int | None = None) -> list[Comp
     if len(answer.completions) != len(ask.prompts):
         raise BadAnswer(f"{len(ask.prompts)} prompts were answered by {len(answer.completions)} completions")
     return [
-        _unpack(prompt, params, made, ask, vocabulary or 1 << 31)
-        for prompt, params, made in zip(ask.prompts, ask.sampling, answer.completions, strict=True)
+        _unpack(prompt, params, packed, ask, vocabulary or 1 << 31)
+        for prompt, params, packed in zip(ask.prompts, ask.sampling, answer.completions, strict=True)
     ]
 
 
-def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask, vocabulary: int) -> Completion:
-    lowest = made.policy_version if ask.lowest is None else ask.lowest
-    highest = made.policy_version if ask.highest is None else ask.highest
-    if not lowest <= made.policy_version <= highest:
-        raise BadAnswer(f"asked for version {lowest} to {highest}, answered from {made.policy_version}")
-    if made.seed != params.seed and (params.seed is not None or not 0 <= made.seed < 1 << 63):
-        raise BadAnswer(f"asked with seed {params.seed}, answered with {made.seed}")
+def _unpack(prompt: list[int], params: SamplingParams, packed: Made, ask: Ask, vocabulary: int) -> Completion:
+    lowest = packed.policy_version if ask.lowest is None else ask.lowest
+    highest = packed.policy_version if ask.highest is None else ask.highest
+    if not lowest <= packed.policy_version <= highest:
+        raise BadAnswer(f"asked for version {lowest} to {highest}, answered from {packed.policy_version}")
+    if packed.seed != params.seed and (params.seed is not None or not 0 <= packed.seed < 1 << 63):
+        raise BadAnswer(f"asked with seed {params.seed}, answered with {packed.seed}")
     with reading("an array of a completion"):
         tokens, logprobs, raw = (
             np.frombuffer(content, kind).astype(np.dtype(kind).newbyteorder("="))
-            for content, kind in ((made.token_ids, "<i4"), (made.logprobs, "<f4"), (made.raw_logprobs, "<f4"))
+            for content, kind in ((packed.token_ids, "<i4"), (packed.logprobs, "<f4"), (packed.raw_logprobs, "<f4"))
         )
-    least = {"abort": 0, "stop": max(1, params.min_tokens), "length": params.max_tokens}[made.finish_reason]
+    least = {"abort": 0, "stop": max(1, params.min_tokens), "length": params.max_tokens}[packed.finish_reason]
     if not least <= len(tokens) == len(logprobs) == len(raw) <= params.max_tokens:
         raise BadAnswer(
             f"{len(tokens)} tokens with {len(logprobs)} and {len(raw)} logprobs, of {least} to {params.max_tokens}"
@@ -193,17 +193,17 @@ def _unpack(prompt: list[int], params: SamplingParams, made: Made, ask: Ask, voc
         (raw <= LARGEST).all() or np.isnan(raw).all()
     ):  # it may tell no raw ones
         raise BadAnswer("a logprob is above 0, or not a number")
-    read = len(prompt) + len(tokens) - 1 if made.finish_reason in WHOLE else None
+    read = len(prompt) + len(tokens) - 1 if packed.finish_reason in WHOLE else None
     return Completion(
         prompt_ids=prompt,
         token_ids=tokens.tolist(),
         logprobs=logprobs,
         raw_logprobs=raw,
-        policy_version=made.policy_version,
-        finish_reason=made.finish_reason,
-        sampling=params if params.seed is not None else dataclasses.replace(params, seed=made.seed),
-        routed_experts=unpack_array(made.routed_experts, read),
-        selected=unpack_array(made.selected, read),
+        policy_version=packed.policy_version,
+        finish_reason=packed.finish_reason,
+        sampling=params if params.seed is not None else dataclasses.replace(params, seed=packed.seed),
+        routed_experts=unpack_array(packed.routed_experts, read),
+        selected=unpack_array(packed.selected, read),
     )
 
 
@@ -225,5 +225,5 @@ def error_of(body: bytes) -> Mapping[str, Any]:
         content = msgspec.json.decode(body)
     except UNREADABLE:
         return {}
-    found = content.get("error") if isinstance(content, dict) else None
-    return found if isinstance(found, dict) else {}
+    error = content.get("error") if isinstance(content, dict) else None
+    return error if isinstance(error, dict) else {}

@@ -49,12 +49,12 @@ class _Request:
     logprobs: bytearray = field(default_factory=bytearray)  # float32: all columns of a token, then of the next
     cached: int = 0  # of the prompt's tokens
 
-    def take(self, made: EngineCoreOutput) -> None:
-        if made.prefill_stats is not None and not self.token_ids:
-            self.cached = made.prefill_stats.num_cached_tokens
-        self.token_ids += made.new_token_ids
-        if made.new_logprobs is not None:
-            self.logprobs += made.new_logprobs.logprobs.tobytes()
+    def take(self, output: EngineCoreOutput) -> None:
+        if output.prefill_stats is not None and not self.token_ids:
+            self.cached = output.prefill_stats.num_cached_tokens
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs += output.new_logprobs.logprobs.tobytes()
 
 
 class VllmEngine(AdapterVerbs, EngineFrontEnd):
@@ -177,12 +177,12 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         self._stats.adapter_waits += bool(self._held)
         ended: list[tuple[_Request, str]] = []
         try:
-            for made in self._llm.engine_core.get_output().outputs:
-                request = self._requests.get(made.request_id)
+            for output in self._llm.engine_core.get_output().outputs:
+                request = self._requests.get(output.request_id)
                 if request is not None:  # else it was aborted meanwhile
-                    request.take(made)
-                    if made.finish_reason is not None:
-                        ended.append((request, str(made.finish_reason)))
+                    request.take(output)
+                    if output.finish_reason is not None:
+                        ended.append((request, str(output.finish_reason)))
             return self._completions(ended)
         except BaseException:
             self._drop()
@@ -196,10 +196,10 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         return self._abort(list(self._requests.values()))
 
     def _abort(self, requests: list[_Request]) -> list[tuple[int, Completion]]:
-        made = self._completions([(request, "abort") for request in requests], admits=False)
+        completions = self._completions([(request, "abort") for request in requests], admits=False)
         self._llm.engine_core.abort_requests([str(request.id) for request in requests])
         self._admit()
-        return made
+        return completions
 
     def _drop(self) -> None:
         """Drop all requests and cached blocks: after a failed step, named blocks have undefined contents."""
@@ -314,8 +314,8 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         if self._chooses and ended:
             asked = []
             for request, _ in ended:
-                made = len(request.token_ids)
-                asked.append((str(request.id), len(request.prompt_ids) + made - 1 if made else 0))
+                generated = len(request.token_ids)
+                asked.append((str(request.id), len(request.prompt_ids) + generated - 1 if generated else 0))
             [choices] = self._llm.collective_rpc("choices", args=(asked,))
         completions = [self._completion(*each, *chosen) for each, chosen in zip(ended, choices, strict=True)]
         self._forget_begun()
@@ -346,8 +346,8 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     def _logprobs(self, request: _Request, begin: int) -> tuple[np.ndarray, np.ndarray]:
         """Logprobs under the sampled distribution, and raw ones, from the `begin`-th token on."""
         columns = 1 + self.raw_column
-        made = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
-        return made[0], made[1] if self.raw_column else raw_of_stock(request.sampling, made[0])
+        logprobs = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
+        return logprobs[0], logprobs[1] if self.raw_column else raw_of_stock(request.sampling, logprobs[0])
 
 
 def _slots_of(ids: list[str], requests: dict[str, _Request], adapters: EngineAdapters) -> np.ndarray | None:

@@ -44,30 +44,30 @@ class StepGraphs:
             self._pages[columns] = self._numbers.new_zeros(self._most, columns)
         if rows is not self._rows:
             self._take(rows, count)
-        for place, given in zip(self._numbers, (tokens, positions, step.slots), strict=False):
-            place[:count].copy_(given)
+        for buffer, values in zip(self._numbers, (tokens, positions, step.slots), strict=False):
+            buffer[:count].copy_(values)
         self._pages[columns][:count, : blocks.shape[1]].copy_(blocks)
         key = rounded(count), columns
-        graph, made = self._recorded.get(key) or self._record(*key, step.block_size)
+        graph, outputs = self._recorded.get(key) or self._record(*key, step.block_size)
         graph.replay()
-        if made.drawn is None or rows.bans:
-            return Replayed(made.logits[:count], None)
-        ids, logprobs, raw = made.drawn
-        return Replayed(made.logits[:count], (ids[:count], logprobs[:count], raw[:count]))
+        if outputs.drawn is None or rows.bans:
+            return Replayed(outputs.logits[:count], None)
+        ids, logprobs, raw = outputs.drawn
+        return Replayed(outputs.logits[:count], (ids[:count], logprobs[:count], raw[:count]))
 
     def _take(self, rows: Rows, count: int) -> None:
         warp, self._rows = rows.warp, rows
         self._numbers[:, count:] = SPARE
-        for place, given, otherwise in (
+        for buffer, values, otherwise in (
             (self._numbers[3], rows.seeds, 0),
             (self._numbers[4], warp.top_k, 0),
             (self._fractions[0], warp.temperature, 1),
             (self._fractions[1], warp.top_p, 1),
             (self._fractions[2], warp.min_p, 0),
         ):
-            place.fill_(otherwise)
-            if given is not None:
-                place[:count].copy_(given)
+            buffer.fill_(otherwise)
+            if values is not None:
+                buffer[:count].copy_(values)
 
     def _record(self, rows: int, columns: int, size: int) -> tuple[torch.cuda.CUDAGraph, Replayed]:
         tokens, positions, slots, seeds, top_k = self._numbers[:, :rows]
@@ -89,6 +89,6 @@ class StepGraphs:
         work()  # compiles what has to be
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            made = work()
-        self._recorded[rows, columns] = graph, made
-        return graph, made
+            outputs = work()
+        self._recorded[rows, columns] = graph, outputs
+        return graph, outputs

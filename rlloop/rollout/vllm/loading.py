@@ -101,8 +101,8 @@ class OnGpu(VerifyAndUpdateConfig):
             parallel.worker_cls = GPU_WORKER
         vllm_config.load_config.load_format = FORMAT
         model.enforce_eager = True  # its compilation and graphs are not for our model, which has its own
-        if GATE not in (given := model.logits_processors or ()):
-            model.logits_processors = [*given, GATE]
+        if GATE not in (processors := model.logits_processors or ()):
+            model.logits_processors = [*processors, GATE]
 
 
 class Loader(BaseModelLoader):

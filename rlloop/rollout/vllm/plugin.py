@@ -36,7 +36,7 @@ def register() -> None:
 
 def cpu_platform() -> str | None:
     """The platform class, where this is the CPU build; None leaves the choice to vLLM."""
-    found = versions.installed()
-    if found is None or not found[1] or versions.problems():
+    build = versions.installed()
+    if build is None or not build[1] or versions.problems():
         return None
     return CPU_PLATFORM

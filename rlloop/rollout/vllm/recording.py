@@ -79,25 +79,25 @@ class Recorder:
             arrays = self.store.read(np.concatenate(slots))
         ends = np.cumsum([len(each) for each in slots])[:-1]
         experts, selected = ([None] * len(asked) if array is None else np.split(array, ends) for array in arrays)
-        made: list[Choices] = []
+        choices: list[Choices] = []
         for (_, count), preempted, *own in zip(asked, kept, experts, selected, strict=True):
             of_it = own if preempted is None else preempted()
             one, other = (None if array is None or count == 0 else array[:count] for array in of_it)
-            made.append((one, other))
-        return made
+            choices.append((one, other))
+        return choices
 
     def take(self, names: Sequence[str]) -> list[Choices]:
         """Choices of a server's requests that have ended, in whole blocks of tokens; None for an unknown one."""
         known = {name: id for id in self._runner.requests if (name := self._name(id)) is not None}
-        made: list[Choices] = []
+        choices: list[Choices] = []
         for name in names:
             if name in self._ended:
-                made.append(self._ended.pop(name)())
+                choices.append(self._ended.pop(name)())
             elif name in known:  # no step has begun since
-                made.append(self._preempted.get(known[name], self.store.begin_read(self._slots(known[name])))())
+                choices.append(self._preempted.get(known[name], self.store.begin_read(self._slots(known[name])))())
             else:
-                made.append((None, None))
-        return made
+                choices.append((None, None))
+        return choices
 
     def _name(self, id: str) -> str | None:
         state = self._runner.requests.get(id)

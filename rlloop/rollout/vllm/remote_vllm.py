@@ -151,8 +151,8 @@ class ServedEngine(EngineFrontEnd):
         """`chosen.experts[at]` are its own."""
         prompt, sampling, answer = self._running.pop(id)
         try:
-            [made] = msgspec.json.decode(answer.result(), type=Answer).choices
-            rows = made.logprobs.content
+            [choice] = msgspec.json.decode(answer.result(), type=Answer).choices
+            rows = choice.logprobs.content
             logprobs = np.array([row.logprob for row in rows], np.float32)
             if self.facts.stock:
                 raw = raw_of_stock(sampling, logprobs)
@@ -164,21 +164,21 @@ class ServedEngine(EngineFrontEnd):
                 f"vLLM at {self._upstream.url} answered something that is not a completion: {error!r}"
             ) from None
         if self.facts.says_weights or chosen is None:
-            labels = [each.version for each in made.weight_versions or ()]
+            labels = [each.version for each in choice.weight_versions or ()]
         else:
             labels = [chosen.label]  # the proxy changes them with nothing in flight, so they served all the time
-        if made.token_ids and labels != [self.label]:
+        if choice.token_ids and labels != [self.label]:
             version, self.policy_version, self.label = self.policy_version, TORN, ""
             raise VersionUnavailable(TORN, version, version)
-        computed = len(prompt) + len(made.token_ids) - 1 if made.token_ids else 0  # the last token is only drawn
-        self._count(prompt, made.token_ids)
+        computed = len(prompt) + len(choice.token_ids) - 1 if choice.token_ids else 0  # the last token is only drawn
+        self._count(prompt, choice.token_ids)
         return Completion(
             prompt_ids=list(prompt),
-            token_ids=made.token_ids,
+            token_ids=choice.token_ids,
             logprobs=logprobs,
             raw_logprobs=raw,
             policy_version=self.policy_version,
-            finish_reason=made.finish_reason,
+            finish_reason=choice.finish_reason,
             sampling=sampling,
             routed_experts=None if chosen is None else _rows(chosen.experts[at], computed),
             selected=None if chosen is None else _rows(chosen.selected[at], computed),

@@ -65,11 +65,11 @@ class ExactSampler(Sampler):
             known = dict(zip(self._rows.ids, self._rows.sampling, strict=True))
             states = [self.runner.requests[id] for id in ids]
             sampling = [known.get(id) or ours(state.sampling_params, id) for id, state in zip(ids, states, strict=True)]
-            made = [len(state.output_token_ids) for state in states]
-            bans = any(done < params.min_tokens for done, params in zip(made, sampling, strict=True))
+            generated = [len(state.output_token_ids) for state in states]
+            bans = any(done < params.min_tokens for done, params in zip(generated, sampling, strict=True))
             seeds = np.array([params.seed for params in sampling], np.int64)
             device = self.policy.device
-            warp = warp_for(sampling, made, (), device=device)
+            warp = warp_for(sampling, generated, (), device=device)
             self._rows = Rows(list(ids), sampling, on_device(seeds, device), warp, bans)
         return self._rows
 
@@ -121,28 +121,28 @@ class OnlyExact(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: VllmParams) -> None:
-        given = sampling_params
+        params = sampling_params
         unknown = {
-            "presence_penalty": given.presence_penalty != 0,
-            "frequency_penalty": given.frequency_penalty != 0,
-            "repetition_penalty": given.repetition_penalty != 1,
-            "logit_bias": bool(given.logit_bias),
-            "allowed_token_ids": bool(given.allowed_token_ids),
-            "bad_words": bool(given.bad_words),
-            "structured_outputs": given.structured_outputs is not None,
-            "prompt_logprobs": given.prompt_logprobs is not None,
+            "presence_penalty": params.presence_penalty != 0,
+            "frequency_penalty": params.frequency_penalty != 0,
+            "repetition_penalty": params.repetition_penalty != 1,
+            "logit_bias": bool(params.logit_bias),
+            "allowed_token_ids": bool(params.allowed_token_ids),
+            "bad_words": bool(params.bad_words),
+            "structured_outputs": params.structured_outputs is not None,
+            "prompt_logprobs": params.prompt_logprobs is not None,
         }
         if named := [name for name, asked in unknown.items() if asked]:
             raise ValueError(
                 f"{', '.join(named)}: the trainer's distribution knows nothing of it, so logprobs would not be its; "
                 "leave it out, or serve the stock model"
             )
-        most = 2 if RAW in (given.extra_args or {}) else 0
-        if given.logprobs not in (None, *range(most + 1)) or given.logprob_token_ids:
+        most = 2 if RAW in (params.extra_args or {}) else 0
+        if params.logprobs not in (None, *range(most + 1)) or params.logprob_token_ids:
             raise ValueError(
-                f"logprobs is {given.logprobs}; rlloop's model gives the sampled token's alone: logprobs=0"
+                f"logprobs is {params.logprobs}; rlloop's model gives the sampled token's alone: logprobs=0"
             )
-        ours(given, "")  # refuses what rlloop's parameters cannot be
+        ours(params, "")  # refuses what rlloop's parameters cannot be
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         """No state."""

@@ -45,8 +45,8 @@ class StockVllmEngine(VllmEngine):
 
     def live_parts(self) -> dict[str, Part]:
         """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""
-        [parts] = self._llm.collective_rpc("live_parts")
-        return parts
+        [weights] = self._llm.collective_rpc("live_parts")
+        return weights
 
     @torch.no_grad()
     def set_version(self, version: int) -> None:
@@ -102,10 +102,10 @@ def _check_latent(latent: LatentConfig) -> None:
     """Raises `ConfigError` for shapes that vLLM's CPU kernel for latent attention does not support."""
     if latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
         return
-    given = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
+    shape = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
     raise ConfigError(
         f"rollout.engine=vllm_stock with latent attention: vLLM's CPU kernel knows kv_lora_rank={CPU_LATENT[0]} with "
-        f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {given}. rollout.engine=vllm runs it"
+        f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {shape}. rollout.engine=vllm runs it"
     )
 
 

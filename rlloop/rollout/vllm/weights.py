@@ -37,7 +37,7 @@ def live_parts(model: Any) -> dict[str, Part]:
     each of theirs, stacked experts under each expert's; rows that pad a vocabulary are left out.
     """
     fused = FUSED | getattr(model, "packed_modules_mapping", {})
-    parts: dict[str, Part] = {}
+    weights: dict[str, Part] = {}
     for path, module in model.named_modules():
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in module.named_parameters(recurse=False):
@@ -45,12 +45,12 @@ def live_parts(model: Any) -> dict[str, Part]:
                 continue  # recomputed by `renew`; and the router's own, which is listed under its name
             if leaf in fused and hasattr(module, "output_sizes"):
                 rows = dict(zip((f"{prefix}.{name}.{kind}" for name in fused[leaf]), module.output_sizes, strict=True))
-                parts |= split(tensor.detach(), rows)
+                weights |= split(tensor.detach(), rows)
             elif kind in ("w13_weight", "w2_weight"):
-                parts |= _experts(path, kind, module, tensor.detach())
+                weights |= _experts(path, kind, module, tensor.detach())
             else:
-                parts[f"{path}.{kind}"] = tensor.detach()[: getattr(module, "org_vocab_size", None)]
-    return parts
+                weights[f"{path}.{kind}"] = tensor.detach()[: getattr(module, "org_vocab_size", None)]
+    return weights
 
 
 def renew(model: Any, dtype: torch.dtype) -> None:
@@ -60,24 +60,24 @@ def renew(model: Any, dtype: torch.dtype) -> None:
             module.process_weights_after_loading(dtype)
 
 
-def plain(part: Part) -> Tensor:
+def plain(weight: Part) -> Tensor:
     """A tensor as the checkpoint has it."""
-    return part.read() if isinstance(part, Packed) else part
+    return weight.read() if isinstance(weight, Packed) else weight
 
 
 def _experts(path: str, kind: str, module: Any, stacked: Tensor) -> dict[str, Part]:
     """w13 [E, 2F, D] holds gate over up, w2 [E, D, F] is down; F is padded where a kernel wants it."""
     experts, order = path.removesuffix(".routed_experts"), _order(module, stacked)
     size = module.moe_config.intermediate_size_per_partition_unpadded
-    parts: dict[str, Part] = {}
+    weights: dict[str, Part] = {}
     for index, expert in enumerate(stacked.unbind(0)):
         names = ("down",) if kind == "w2_weight" else ("gate", "up")
         rows = expert.shape[0] // len(names)
         for at, name in enumerate(names):
             mine = (slice(None), slice(size)) if name == "down" else slice(at * rows, at * rows + size)
-            part = expert[mine] if order is None else Packed(expert.view(-1), order[mine])
-            parts[f"{experts}.{index}.{name}_proj.weight"] = part
-    return parts
+            weight = expert[mine] if order is None else Packed(expert.view(-1), order[mine])
+            weights[f"{experts}.{index}.{name}_proj.weight"] = weight
+    return weights
 
 
 def _order(module: Any, stacked: Tensor) -> Tensor | None:

@@ -37,9 +37,9 @@ class WorkerMixin:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
-        given = self.vllm_config.additional_config
+        additional = self.vllm_config.additional_config
         # Only if somebody asks: an engine of this process, or rlloop's proxy. The newer runner has other tables.
-        asked = (isinstance(given, dict) and LENT_AS in given) or isinstance(self, Following)
+        asked = (isinstance(additional, dict) and LENT_AS in additional) or isinstance(self, Following)
         if asked and not self.vllm_config.use_v2_model_runner:
             self.recorder = Recorder.of(self.model_runner, self.model_runner.get_model())
 

@@ -74,7 +74,7 @@ class Following:
         asked = msgspec.json.decode(names, type=list[str])
         choices = [(None, None)] * len(asked) if self.recorder is None else self.recorder.take(asked)
         label = "" if self.rlloop_replica is None else self.rlloop_replica.state().label
-        experts, selected = ([pack_array(of_it[part]) for of_it in choices] for part in (0, 1))
+        experts, selected = ([pack_array(of_it[index]) for of_it in choices] for index in (0, 1))
         return msgspec.to_builtins(Chosen(label, experts, selected))
 
     def _facts(self) -> Facts:
@@ -181,25 +181,25 @@ class PartsTarget(LiveTarget):
     """A `LiveTarget` with tensors whose numbers lie in an order of vLLM's own."""
 
     def __init__(self, live: Mapping[str, Part], *options: Any) -> None:
-        views = {name: part for name, part in live.items() if not isinstance(part, Packed)}
+        views = {name: weight for name, weight in live.items() if not isinstance(weight, Packed)}
         super().__init__(views.items(), *options)
-        self._packed = {name: part for name, part in live.items() if isinstance(part, Packed)}
+        self._packed = {name: weight for name, weight in live.items() if isinstance(weight, Packed)}
 
     def layout(self) -> Layout:
-        packed = {name: (NAMES[part.live.dtype], tuple(part.places.shape)) for name, part in self._packed.items()}
+        packed = {name: (NAMES[weight.live.dtype], tuple(weight.places.shape)) for name, weight in self._packed.items()}
         return {**super().layout(), **packed}
 
     def read(self, name: str) -> Bits:
-        part = self._packed.get(name)
-        return super().read(name) if part is None else bits_of(part.read())
+        weight = self._packed.get(name)
+        return super().read(name) if weight is None else bits_of(weight.read())
 
     @torch.no_grad()
     def write(self, name: str, bits: Bits) -> None:
-        part = self._packed.get(name)
-        if part is None:
+        weight = self._packed.get(name)
+        if weight is None:
             super().write(name, bits)
         else:
-            part.copy_(tensor_of(bits, part.live.dtype))
+            weight.copy_(tensor_of(bits, weight.live.dtype))
 
 
 def _live(model: Any) -> Mapping[str, Part]:

@@ -108,10 +108,10 @@ def _chunks(
     step = logits_rows(len(weight))
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        if (found := rows_of(terms, rows)) is None:
+        if (chunk_terms := rows_of(terms, rows)) is None:
             chunk = _array(linear_float32(hidden[rows], weight))
         else:
-            chunk = _array(adapted_linear(hidden[rows], weight, None, torch.float32, *found))
+            chunk = _array(adapted_linear(hidden[rows], weight, None, torch.float32, *chunk_terms))
         yield rows, (chunk, _array(targets[rows]), (every[rows], start[begin : rows.stop + 1], ids))
 
 

@@ -28,13 +28,13 @@ def rms_norm_backward(
     stream: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, grad_stream: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     width, stream, grad = stream.shape[-1], stream.contiguous(), grad.contiguous()
-    grad_x, parts = torch.empty_like(stream), np.empty((-(-len(scales) // kernels.ROWS), width), np.float32)
+    grad_x, partial_sums = torch.empty_like(stream), np.empty((-(-len(scales) // kernels.ROWS), width), np.float32)
     kernels.rms_norm_backward(
         threads_for(8 * stream.numel()), flat(stream), flat(weight), flat(scales), flat(grad),
         flat(grad if grad_stream is None else grad_stream.contiguous()), grad_stream is not None, flat(grad_x),
-        parts.reshape(-1), width,
+        partial_sums.reshape(-1), width,
     )  # fmt: skip
-    return grad_x, sum_of_rows(torch.from_numpy(parts)).to(weight.dtype)
+    return grad_x, sum_of_rows(torch.from_numpy(partial_sums)).to(weight.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

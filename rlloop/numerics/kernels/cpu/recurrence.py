@@ -30,10 +30,10 @@ def causal_conv_backward(
     x: Tensor, weight: Tensor, query_start: Tensor, grad: Tensor, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     counts, at = query_start.diff(), torch.arange(len(x))
-    place = at - torch.repeat_interleave(query_start[:-1], counts)
+    positions = at - torch.repeat_interleave(query_start[:-1], counts)
     grad_x, grad_weight, width = torch.zeros_like(x), torch.empty_like(weight), weight.shape[2]
     for j in range(width):
-        reader = at[place >= width - 1 - j]  # the tokens that read one so far back
+        reader = at[positions >= width - 1 - j]  # the tokens that read one so far back
         read = reader - (width - 1 - j)
         grad_x.index_add_(0, read, grad[reader] * weight[:, 0, j])  # each row once
         grad_weight[:, 0, j] = sum_of_rows(grad[reader] * x[read])

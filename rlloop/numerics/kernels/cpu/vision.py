@@ -30,10 +30,10 @@ def gelu_backward(x: Tensor, tanh: bool, grad: Tensor) -> Tensor:
 def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width, x, grad = x.shape[-1], x.contiguous(), grad.contiguous()
     grad_x, blocks = torch.empty_like(x), -(-(x.numel() // width) // ROWS)
-    parts = [np.empty((blocks, width), np.float32) for _ in range(2)]
+    partial_sums = [np.empty((blocks, width), np.float32) for _ in range(2)]
     kernels.layer_norm_backward(
         threads_for(16 * x.numel()), flat(x), flat(weight.detach().float().contiguous()), flat(grad), np.float32(eps),
-        flat(grad_x), *(part.reshape(-1) for part in parts), width,
+        flat(grad_x), *(sums.reshape(-1) for sums in partial_sums), width,
     )  # fmt: skip
-    of_weight, of_bias = (sum_of_rows(torch.from_numpy(part)).to(weight.dtype) for part in parts)
+    of_weight, of_bias = (sum_of_rows(torch.from_numpy(sums)).to(weight.dtype) for sums in partial_sums)
     return grad_x, of_weight, of_bias

@@ -59,18 +59,18 @@ def _continue(
 
 
 def continued(
-    made: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, by_row: bool, slots: Tensor,
+    base: Tensor, bias: Tensor | None, dtype: torch.dtype, z: Tensor, up: Tensor, by_row: bool, slots: Tensor,
     ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Sums `made` [R, N] float32 with each row's terms and the bias, rounded to `dtype`; see `layout.AdapterTerms`."""
-    (rows, outputs), z = made.shape, aligned(z)
+    """Sums `base` [R, N] float32 with each row's terms and the bias, rounded to `dtype`; see `layout.AdapterTerms`."""
+    (rows, outputs), z = base.shape, aligned(z)
     up = up.to(z.dtype)
-    out = made if dtype == torch.float32 else made.new_empty(rows, outputs, dtype=dtype)
+    out = base if dtype == torch.float32 else base.new_empty(rows, outputs, dtype=dtype)
     if out.numel():
         up_slot, up_output, up_term = up.stride() if by_row else (up.stride(0), up.stride(2), up.stride(1))
         grid = (triton.cdiv(rows, ROWS) * triton.cdiv(outputs, OUTPUTS),)
         _continue[grid](
-            made, z, up, slots.contiguous(), ranks, made if bias is None else aligned(bias), out, rows, outputs,
+            base, z, up, slots.contiguous(), ranks, base if bias is None else aligned(bias), out, rows, outputs,
             z.shape[1], up_slot, up_output, up_term, ROWS=ROWS, OUTPUTS=OUTPUTS, TERMS=TERMS,
             HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -114,12 +114,12 @@ def adapted_rows(
         lambda slots: sorted_by_group(slots, len(factors.ranks), x.dtype), len(factors.ranks), x.dtype
     )
     z = grouped.product(x, factors.down, groups, len(x), order=order, gather=1, scatter=True)
-    made = sums(x, weight, True, None, torch.float32)
-    out = made if dtype == torch.float32 else made.new_empty(made.shape, dtype=dtype)
+    base = sums(x, weight, True, None, torch.float32)
+    out = base if dtype == torch.float32 else base.new_empty(base.shape, dtype=dtype)
     if out.numel():
-        tasks, outputs, up = len(groups.table), made.shape[1], factors.up.to(z.dtype)
+        tasks, outputs, up = len(groups.table), base.shape[1], factors.up.to(z.dtype)
         _continue_sorted[(tasks * triton.cdiv(outputs, OUTPUTS),)](
-            made, z, up, order, groups.offsets, groups.table, factors.ranks, made if bias is None else aligned(bias),
+            base, z, up, order, groups.offsets, groups.table, factors.ranks, base if bias is None else aligned(bias),
             out, tasks, outputs, z.shape[1], *up.stride(), ROWS=groups.height.rows, OUTPUTS=OUTPUTS, TERMS=TERMS,
             HAS_BIAS=bias is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -176,8 +176,8 @@ def adapted_grouped_linear(
     rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool, slots: Tensor,
     ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    made = sums(rows, weight, by_row, offsets, torch.float32)
-    return continued(made, None, rows.dtype, z, up, up_by_row, slots, ranks)
+    base = sums(rows, weight, by_row, offsets, torch.float32)
+    return continued(base, None, rows.dtype, z, up, up_by_row, slots, ranks)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:

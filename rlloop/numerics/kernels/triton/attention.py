@@ -74,8 +74,8 @@ def _divided(sums, total):
     """sums / total, rows in front: by a row's reciprocal and what then is left over, which is the rounded quotient for
     all but the smallest numbers, and a tenth of a division's instructions."""
     inverse = tl.broadcast_to(tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)[:, None], sums.shape)
-    made = sums * inverse
-    return tl.fma(tl.fma(tl.broadcast_to(-total[:, None], sums.shape), made, sums), inverse, made)
+    quotient = sums * inverse
+    return tl.fma(tl.fma(tl.broadcast_to(-total[:, None], sums.shape), quotient, sums), inverse, quotient)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def _attention(
     offset = tl.load(context + sequence)
     row = chunk * ROWS + tl.arange(0, ROWS)
     if chunk * ROWS < rows:
-        place = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE
+        index = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE
         position = offset + row // SHARE
         last = offset + (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
         first, dv = offset + chunk * ROWS // SHARE, tl.arange(0, VW)
@@ -193,11 +193,11 @@ def _attention(
             last = offset + rows // SHARE - 1
             first, position = last, last + row * 0
         if REST == 0:
-            queries = _load_rows(q, place * WIDTH, row < rows, WIDTH, W, True)
+            queries = _load_rows(q, index * WIDTH, row < rows, WIDTH, W, True)
             rest = queries
         else:
-            queries = _load_rows(q, place * WIDTH, row < rows, V_WIDTH, VW, True)
-            rest = _load_rows(q + V_WIDTH, place * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
+            queries = _load_rows(q, index * WIDTH, row < rows, V_WIDTH, VW, True)
+            rest = _load_rows(q + V_WIDTH, index * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
         mine = block_start + sequence.to(tl.int64) * blocks
         none, nothing = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
         top, total = none, nothing
@@ -214,13 +214,13 @@ def _attention(
                     tl.minimum(begin + SEGMENT, last + 1), scale, top, total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS,
                     TILE, CONTIGUOUS, WINDOW, ONE,
                 )  # fmt: skip
-                part = place * segments + segment
+                part_index = index * segments + segment
                 tl.store(
-                    part_sums + part[:, None] * V_WIDTH + dv[None, :], sums,
+                    part_sums + part_index[:, None] * V_WIDTH + dv[None, :], sums,
                     (row < rows)[:, None] & (dv < V_WIDTH)[None, :],
                 )  # fmt: skip
-                tl.store(part_stats + part * 2, top, row < rows)
-                tl.store(part_stats + part * 2 + 1, total, row < rows)
+                tl.store(part_stats + part_index * 2, top, row < rows)
+                tl.store(part_stats + part_index * 2 + 1, total, row < rows)
         else:
             lowest, end = 0, tl.minimum(SEGMENT, last + 1)
             if WINDOW > 0:
@@ -231,21 +231,21 @@ def _attention(
             )  # fmt: skip
             if FORM == 1:
                 for begin in range(SEGMENT, last + 1, SEGMENT):
-                    part_top, part_total, part = _segment(
+                    part_top, part_total, segment_sums = _segment(
                         queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
                         tl.minimum(begin + SEGMENT, last + 1), scale, none, nothing, GROUPS, WIDTH, V_WIDTH, W, VW,
                         REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
                     )  # fmt: skip
                     # Queries that come before this segment keep what they have.
-                    new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, part)
+                    new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, segment_sums)
                     reached = position >= begin
                     top, total = tl.where(reached, new_top, top), tl.where(reached, new_total, total)
                     sums = tl.where(reached[:, None], new_sums, sums)
-            made = _divided(sums, total).to(out.dtype.element_ty)
+            output = _divided(sums, total).to(out.dtype.element_ty)
             tl.store(
-                out + place[:, None] * V_WIDTH + dv[None, :], made, (row < rows)[:, None] & (dv < V_WIDTH)[None, :]
+                out + index[:, None] * V_WIDTH + dv[None, :], output, (row < rows)[:, None] & (dv < V_WIDTH)[None, :]
             )
-            tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
+            tl.store(lse + index, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -256,24 +256,24 @@ def _join_parts(
     """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined."""
     sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, VW)[None, :]
     count, inside = (tl.load(context + sequence) // SEGMENT + 1).to(tl.int32), d < V_WIDTH
-    place = sequence.to(tl.int64) * HEADS + head
-    stats, parts = part_stats + place * segments * 2 + tl.arange(0, 1), part_sums + place * segments * V_WIDTH + d
-    top, total, sums = tl.load(stats), tl.load(stats + 1), tl.load(parts, inside, 0.0)
+    index = sequence.to(tl.int64) * HEADS + head
+    stats, partials = part_stats + index * segments * 2 + tl.arange(0, 1), part_sums + index * segments * V_WIDTH + d
+    top, total, sums = tl.load(stats), tl.load(stats + 1), tl.load(partials, inside, 0.0)
     for begin in range(1, count, AHEAD):
         tops, totals, rows = (), (), ()
         for ahead in tl.static_range(AHEAD):
             segment = begin + ahead
             tops = tops + (tl.load(stats + segment * 2, segment < count, 0.0),)  # noqa: RUF005
             totals = totals + (tl.load(stats + segment * 2 + 1, segment < count, 0.0),)  # noqa: RUF005
-            rows = rows + (tl.load(parts + segment * V_WIDTH, inside & (segment < count), 0.0),)  # noqa: RUF005
+            rows = rows + (tl.load(partials + segment * V_WIDTH, inside & (segment < count), 0.0),)  # noqa: RUF005
         for ahead in tl.static_range(AHEAD):
             new_top, new_total, new_sums = _join(top, total, sums, tops[ahead], totals[ahead], rows[ahead])
             there = begin + ahead < count
             top, total = tl.where(there, new_top, top), tl.where(there, new_total, total)
             sums = tl.where(there, new_sums, sums)
-    made = _divided(sums, total)
-    tl.store(out + place * V_WIDTH + d, made.to(out.dtype.element_ty), inside)
-    tl.store(lse + place + tl.arange(0, 1), (top + tl.log2(total)) * 0.6931471805599453)
+    output = _divided(sums, total)
+    tl.store(out + index * V_WIDTH + d, output.to(out.dtype.element_ty), inside)
+    tl.store(lse + index + tl.arange(0, 1), (top + tl.log2(total)) * 0.6931471805599453)
 
 
 def value_rows(v: Tensor) -> tuple[Tensor, int]:

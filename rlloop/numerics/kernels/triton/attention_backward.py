@@ -28,8 +28,8 @@ SCORES = 1 << 27  # at a time
 
 
 @triton.jit
-def _rows(source, place, inside, WIDTH: tl.constexpr, W: tl.constexpr):
-    return _load_rows(source, place * WIDTH, inside, WIDTH, W, True)
+def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    return _load_rows(source, index * WIDTH, inside, WIDTH, W, True)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -47,12 +47,12 @@ def _by_query(
     row = chunk * ROWS + tl.arange(0, ROWS)
     if chunk * ROWS < rows:
         valid = row < rows
-        place, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
-        queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
-        made = _rows(out, place, valid, V_WIDTH, VW)
-        delta = tl.sum(slopes.to(tl.float32) * made.to(tl.float32), 1)
-        tl.store(deltas + place, delta, valid)
-        log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
+        index, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
+        queries, slopes = _rows(q, index, valid, WIDTH, W), _rows(grad, index, valid, V_WIDTH, VW)
+        output = _rows(out, index, valid, V_WIDTH, VW)
+        delta = tl.sum(slopes.to(tl.float32) * output.to(tl.float32), 1)
+        tl.store(deltas + index, delta, valid)
+        log_total = tl.load(lse + index, valid, 0.0) * 1.4426950408889634
         sums = tl.zeros((ROWS, W), tl.float32)
         first, last = chunk * ROWS // SHARE, (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
         if SHARED:
@@ -82,7 +82,7 @@ def _by_query(
             sums = tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
         d = tl.arange(0, W)
         tl.store(
-            grad_q + place[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
+            grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
             valid[:, None] & (d < WIDTH)[None, :],
         )  # fmt: skip
 
@@ -116,12 +116,12 @@ def _by_key(
         for begin in range(start * SHARE // ROWS * ROWS, end * SHARE, ROWS):
             row = begin + tl.arange(0, ROWS)
             valid, position = row < queries_of * SHARE, row // SHARE
-            place = (token + position) * HEADS + group * SHARE + row % SHARE
+            index = (token + position) * HEADS + group * SHARE + row % SHARE
             if SHARED and WINDOW > 0:  # else what is further on reads all keys, wherever it stands
                 position = tl.load(positions + token + position, valid, 0) - before
-            queries, slopes = _rows(q, place, valid, WIDTH, W), _rows(grad, place, valid, V_WIDTH, VW)
-            log_total = tl.load(lse + place, valid, 0.0) * 1.4426950408889634
-            delta = tl.load(deltas + place, valid, 0.0)
+            queries, slopes = _rows(q, index, valid, WIDTH, W), _rows(grad, index, valid, V_WIDTH, VW)
+            log_total = tl.load(lse + index, valid, 0.0) * 1.4426950408889634
+            delta = tl.load(deltas + index, valid, 0.0)
             scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
             masses = tl.exp2(scores - log_total[None, :])
             if CAUSAL:
@@ -221,14 +221,14 @@ def masked_backward(
         value_sums = torch.zeros(count, v.shape[2], device=v.device)
         step = max(1, SCORES // (length * count))
         for head in range(0, heads, step):
-            part = rows, slice(head, head + step)
-            queries, slopes = q[part].flatten(0, 1), grad[part].flatten(0, 1)  # [n * heads, width]
+            chunk = rows, slice(head, head + step)
+            queries, slopes = q[chunk].flatten(0, 1), grad[chunk].flatten(0, 1)  # [n * heads, width]
             scores = torch.mm(queries, keys.T).float().view(length, -1, count) * scale
-            masses = torch.exp(scores - lse[part][..., None]).masked_fill(~mask[:, None], 0.0)
-            delta = (grad[part].float() * out[part].float()).sum(-1)
+            masses = torch.exp(scores - lse[chunk][..., None]).masked_fill(~mask[:, None], 0.0)
+            delta = (grad[chunk].float() * out[chunk].float()).sum(-1)
             by_mass = torch.mm(slopes, values.T).float().view_as(scores)
             by_score = (masses * (by_mass - delta[..., None]) * scale).to(q.dtype).flatten(0, 1)
-            grad_q[part] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
+            grad_q[chunk] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
             key_sums += torch.mm(by_score.T, queries).float()
             value_sums += torch.mm(masses.to(q.dtype).flatten(0, 1).T, slopes).float()
         for total, sums in ((grad_k, key_sums), (grad_v, value_sums)):

@@ -130,8 +130,8 @@ READS_PACKED = frozenset({"linear", "linear_float32", "grouped_linear", "adapted
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if is_packed(weight):
-        made = sums(x, weight, True, None, x.dtype if bias is None else torch.float32)
-        return made if bias is None else (made + bias.float()).to(x.dtype)
+        output = sums(x, weight, True, None, x.dtype if bias is None else torch.float32)
+        return output if bias is None else (output + bias.float()).to(x.dtype)
     return products.product(x, weight, bias, x.dtype)
 
 

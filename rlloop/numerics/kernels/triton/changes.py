@@ -80,24 +80,24 @@ def changed(old: Tensor, new: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _list(old, new, before, places, n, BLOCK: tl.constexpr, COUNTED: tl.constexpr):
+def _list(old, new, before, indices, n, BLOCK: tl.constexpr, COUNTED: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * COUNTED + tl.arange(0, COUNTED)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < n
     differ = inside & (tl.load(old + at, inside, 0) != tl.load(new + at, inside, 0))
     first = tl.load(before + block, block * BLOCK < n, 0)
     rank = first[:, None] + tl.cumsum(differ.to(tl.int32), 1) - 1
-    tl.store(places + rank, at, differ)
+    tl.store(indices + rank, at, differ)
 
 
-def places_of(old: Tensor, new: Tensor, counts: Tensor, found: int) -> Tensor:
-    """[found] int64: where flat patterns differ, ascending. `counts` is `changed` of them, and `found` its sum."""
-    places = torch.empty(found, dtype=torch.int64, device=old.device)
+def places_of(old: Tensor, new: Tensor, counts: Tensor, count: int) -> Tensor:
+    """[count] int64: where flat patterns differ, ascending. `counts` is `changed` of them, and `count` its sum."""
+    indices = torch.empty(count, dtype=torch.int64, device=old.device)
     before = counts.cumsum(0) - counts
     _list[(triton.cdiv(len(counts), _COUNTED),)](
-        old, new, before, places, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
+        old, new, before, indices, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
     )
-    return places
+    return indices
 
 
 @triton.jit
@@ -124,10 +124,10 @@ def _count(
     h7 = _classes(patterns, block + 7, n, MASK, SHIFT, BLOCK, CLASSES)
     even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
     odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
-    found = tl.reshape(tl.join(even, odd), (CLASSES, 8))
+    counts = tl.reshape(tl.join(even, odd), (CLASSES, 8))
     first = (block // PER_CHUNK) * CLASSES * PER_CHUNK + block % PER_CHUNK
     to = tl.arange(0, CLASSES)[:, None] * PER_CHUNK + tl.arange(0, 8)[None, :]
-    tl.store(table + first + to, found)
+    tl.store(table + first + to, counts)
 
 
 def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
@@ -142,39 +142,39 @@ def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
     return table.cumsum(2, dtype=torch.int32).sub_(table)
 
 
-@triton.jit(do_not_specialize=["n", "found"])
+@triton.jit(do_not_specialize=["n", "count"])
 def _locate(
-    old, new, places, before, keys, ranks, zigzags, n, found, BITS: tl.constexpr, FLOATING: tl.constexpr,
+    old, new, indices, before, keys, ranks, zigzags, n, count, BITS: tl.constexpr, FLOATING: tl.constexpr,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr, CLASSES: tl.constexpr,
     FOUND: tl.constexpr,
 ):  # fmt: skip
     one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
-    inside = one < found
-    place = tl.load(places + one, inside, 0).to(tl.int32)  # a batch has fewer than 2**31 elements
-    block, lane = place // BLOCK, tl.arange(0, BLOCK)
-    was = tl.load(old + place, inside, 0)
+    inside = one < count
+    index = tl.load(indices + one, inside, 0).to(tl.int32)  # a batch has fewer than 2**31 elements
+    block, lane = index // BLOCK, tl.arange(0, BLOCK)
+    was = tl.load(old + index, inside, 0)
     which = _class(was, MASK, SHIFT)
-    first = lane[None, :] < (place % BLOCK)[:, None]
+    first = lane[None, :] < (index % BLOCK)[:, None]
     others = _class(tl.load(old + ((block * BLOCK)[:, None] + lane[None, :]), first & inside[:, None], 0), MASK, SHIFT)
     earlier = tl.sum((first & (others == which[:, None])).to(tl.int32), 1)
     row = (block // PER_CHUNK) * CLASSES + which
     rank = tl.load(before + row * PER_CHUNK + block % PER_CHUNK, inside, 0) + earlier
-    step = _within(_ordered(tl.load(new + place, inside, 0), BITS, FLOATING) - _ordered(was, BITS, FLOATING), BITS)
+    step = _within(_ordered(tl.load(new + index, inside, 0), BITS, FLOATING) - _ordered(was, BITS, FLOATING), BITS)
     tl.store(keys + one, row.to(tl.int16), inside)
     tl.store(ranks + one, rank, inside)
     tl.store(zigzags + one, tl.where(step > 0, 2 * step - 2, -2 * step - 1), inside)
 
 
-def locate(old: Tensor, new: Tensor, places: Tensor, before: Tensor, order: Order) -> Located:
-    """The changes at `places`, [n] int64 ascending, of flat patterns; `before` is `before_blocks` of `old`."""
-    found = len(places)
+def locate(old: Tensor, new: Tensor, indices: Tensor, before: Tensor, order: Order) -> Located:
+    """The changes at `indices`, [n] int64 ascending, of flat patterns; `before` is `before_blocks` of `old`."""
+    count = len(indices)
     assert before.numel() < 1 << 31, "places in the table have 32 bits"
     assert before.shape[0] * CLASSES <= 1 << 15, "keys have 16 bits"
-    keys = torch.empty(found, dtype=torch.int16, device=old.device)
-    ranks, zigzags = (torch.empty(found, dtype=torch.int32, device=old.device) for _ in range(2))
-    if found:
-        _locate[(triton.cdiv(found, _FOUND),)](
-            old, new, places, before, keys, ranks, zigzags, len(old), found, BITS=order.bits, FLOATING=order.floating,
+    keys = torch.empty(count, dtype=torch.int16, device=old.device)
+    ranks, zigzags = (torch.empty(count, dtype=torch.int32, device=old.device) for _ in range(2))
+    if count:
+        _locate[(triton.cdiv(count, _FOUND),)](
+            old, new, indices, before, keys, ranks, zigzags, len(old), count, BITS=order.bits, FLOATING=order.floating,
             MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2], CLASSES=CLASSES, FOUND=_FOUND,
             num_warps=4,
         )  # fmt: skip
@@ -203,14 +203,14 @@ def gaps_of(located: Located) -> Located:
     return Located(keys, gaps, zigzags)
 
 
-@triton.jit(do_not_specialize=["n", "found"])
+@triton.jit(do_not_specialize=["n", "count"])
 def _place(
-    old, before, keys, ranks, zigzags, places, values, n, found, BITS: tl.constexpr, FLOATING: tl.constexpr,
+    old, before, keys, ranks, zigzags, indices, values, n, count, BITS: tl.constexpr, FLOATING: tl.constexpr,
     MASK: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, PER_CHUNK: tl.constexpr, STEPS: tl.constexpr,
     CLASSES: tl.constexpr, FOUND: tl.constexpr,
 ):  # fmt: skip
     one = tl.program_id(0).to(tl.int64) * FOUND + tl.arange(0, FOUND)
-    inside = one < found
+    inside = one < count
     key, rank = tl.load(keys + one, inside, 0).to(tl.int64), tl.load(ranks + one, inside, 0)
     which = (key % CLASSES).to(tl.int32)
     low, high = tl.zeros((FOUND,), tl.int64), tl.full((FOUND,), PER_CHUNK - 1, tl.int64)
@@ -225,28 +225,28 @@ def _place(
     own = ((_class(tl.load(old + at, valid, 0), MASK, SHIFT) == which[:, None]) & valid).to(tl.int32)
     hit = own * (tl.cumsum(own, 1) == rank[:, None] + 1).to(tl.int32)
     there = inside & (tl.sum(hit, 1) == 1)
-    place = block * BLOCK + tl.sum(hit * lane[None, :], 1)
+    index = block * BLOCK + tl.sum(hit * lane[None, :], 1)
     zigzag = tl.load(zigzags + one, inside, 0)
     half = (zigzag >> 1) & 0x7FFFFFFF
     step = tl.where((zigzag & 1) != 0, ~half, half + 1)
-    value = _within(_ordered(tl.load(old + place, there, 0), BITS, FLOATING) + step, BITS)
+    value = _within(_ordered(tl.load(old + index, there, 0), BITS, FLOATING) + step, BITS)
     if FLOATING:
         value = tl.where(value < 0, ~(value & MASK), value)
-    tl.store(places + one, tl.where(there, place, -1), inside)
+    tl.store(indices + one, tl.where(there, index, -1), inside)
     tl.store(values + one, value.to(values.dtype.element_ty), inside)
 
 
 def place(old: Tensor, before: Tensor, located: Located, order: Order) -> tuple[Tensor, Tensor]:
     """Places [n] int64 (−1: there is no such element) and new patterns [n] of changes."""
-    found = len(located.keys)
-    places, values = torch.empty(found, dtype=torch.int64, device=old.device), old.new_empty(found)
-    if found:
-        _place[(triton.cdiv(found, _FOUND),)](
-            old, before, *located, places, values, len(old), found, BITS=order.bits, FLOATING=order.floating,
+    count = len(located.keys)
+    indices, values = torch.empty(count, dtype=torch.int64, device=old.device), old.new_empty(count)
+    if count:
+        _place[(triton.cdiv(count, _FOUND),)](
+            old, before, *located, indices, values, len(old), count, BITS=order.bits, FLOATING=order.floating,
             MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2],
             STEPS=before.shape[2].bit_length(), CLASSES=CLASSES, FOUND=_FOUND, num_warps=4,
         )  # fmt: skip
-    return places, values
+    return indices, values
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -58,11 +58,11 @@ def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr, TI
 
 
 @gluon.jit
-def _copy(store, copies, arrived, part, slots, wanted, BYTES: gl.constexpr):
+def _copy(store, copies, arrived, column_block, slots, wanted, BYTES: gl.constexpr):
     """Start the copy of one tile of a store."""
     mbarrier.expect(arrived, BYTES, pred=wanted)
     for page in gl.static_range(len(slots)):
-        tma.async_copy_global_to_shared(store, [part, slots[page], 0], arrived, copies.index(page), pred=wanted)
+        tma.async_copy_global_to_shared(store, [column_block, slots[page], 0], arrived, copies.index(page), pred=wanted)
 
 
 @gluon.jit
@@ -71,8 +71,8 @@ def divided(sums, total):
     zeros = gl.full(sums.shape, 0.0, gl.float32, sums.type.layout)
     inverse = gl.div_rn(gl.full(total.shape, 1.0, gl.float32, total.type.layout), total)
     inverse = gl.expand_dims(inverse, 1) + zeros
-    made = sums * inverse
-    return gl.fma(gl.fma(zeros - gl.expand_dims(total, 1), made, sums), inverse, made)
+    quotient = sums * inverse
+    return gl.fma(gl.fma(zeros - gl.expand_dims(total, 1), quotient, sums), inverse, quotient)
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def _decode(
     group, sequence, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     begin, last = segment * SEGMENT, gl.load(context + sequence).to(gl.int32)
     if begin <= last:
-        end, part = gl.minimum(begin + SEGMENT, last + 1), group * PARTS
+        end, column_block = gl.minimum(begin + SEGMENT, last + 1), group * PARTS
         pages = block_start + sequence.to(gl.int64) * blocks
         k_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
         v_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
@@ -131,12 +131,12 @@ def _decode(
         mbarrier.init(v_arrived, count=1)
         fence_async_shared()
         slots = _slots(pages, begin, end, beyond, BLOCK, PAGE, TILE)
-        _copy(keys, k_copies, k_arrived, part, slots, True, BYTES)
-        _copy(values, v_copies, v_arrived, part, slots, True, BYTES)
-        place = sequence.to(gl.int64) * HEADS + group * SHARE
+        _copy(keys, k_copies, k_arrived, column_block, slots, True, BYTES)
+        _copy(values, v_copies, v_arrived, column_block, slots, True, BYTES)
+        first_row = sequence.to(gl.int64) * HEADS + group * SHARE
         row, d = gl.arange(0, ROWS, gl.SliceLayout(1, HALF)), gl.arange(0, WIDTH, gl.SliceLayout(0, HALF))
         inside = gl.expand_dims(row < SHARE, 1) & gl.expand_dims(d < WIDTH, 0)
-        query = gl.load(q + (place + row)[:, None] * WIDTH + d[None, :], inside, 0.0)
+        query = gl.load(q + (first_row + row)[:, None] * WIDTH + d[None, :], inside, 0.0)
         query = gl.convert_layout(query, gl.DotOperandLayout(0, MMA, 2))
         top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, MMA))
@@ -147,10 +147,10 @@ def _decode(
             slots = _slots(pages, tile, end, beyond, BLOCK, PAGE, TILE)
             mbarrier.wait(k_arrived, index & 1)
             top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, False, MMA)
-            _copy(keys, k_copies, k_arrived, part, slots, tile < end, BYTES)
+            _copy(keys, k_copies, k_arrived, column_block, slots, tile < end, BYTES)
             mbarrier.wait(v_arrived, index & 1)
             sums = _add(sums, fade, masses, v_tile, left, False, MMA)
-            _copy(values, v_copies, v_arrived, part, slots, tile < end, BYTES)
+            _copy(values, v_copies, v_arrived, column_block, slots, tile < end, BYTES)
         if left > 0:
             mbarrier.wait(k_arrived, whole & 1)
             top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, True, MMA)
@@ -158,16 +158,16 @@ def _decode(
             sums = _add(sums, fade, masses, v_tile, left, True, MMA)
         mine = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         if DIRECT:
-            made = divided(sums, total)
-            made = gl.convert_layout(made.to(out.dtype.element_ty), HALF)
-            gl.store(out + (place + row)[:, None] * WIDTH + d[None, :], made, inside)
-            gl.store(lse + place + mine, (top + gl.log2(total)) * 0.6931471805599453, mine < SHARE)
+            output = divided(sums, total)
+            output = gl.convert_layout(output.to(out.dtype.element_ty), HALF)
+            gl.store(out + (first_row + row)[:, None] * WIDTH + d[None, :], output, inside)
+            gl.store(lse + first_row + mine, (top + gl.log2(total)) * 0.6931471805599453, mine < SHARE)
         else:
             row, d = gl.arange(0, ROWS, gl.SliceLayout(1, FLOAT)), gl.arange(0, WIDTH, gl.SliceLayout(0, FLOAT))
             inside = gl.expand_dims(row < SHARE, 1) & gl.expand_dims(d < WIDTH, 0)
-            at = ((place + row) * segments + segment)[:, None] * WIDTH + d[None, :]
+            at = ((first_row + row) * segments + segment)[:, None] * WIDTH + d[None, :]
             gl.store(part_sums + at, gl.convert_layout(sums, FLOAT), inside)
-            stats = part_stats + ((place + mine) * segments + segment) * 2
+            stats = part_stats + ((first_row + mine) * segments + segment) * 2
             gl.store(stats, top, mine < SHARE)
             gl.store(stats + 1, total, mine < SHARE)
 
@@ -175,9 +175,9 @@ def _decode(
 def _described(store: Tensor, page: int) -> TensorDescriptor:
     """[slots, G, D] as [blocks of columns, slots, columns]: a copy brings all columns of one head of a page."""
     slots, groups, width = store.shape
-    parts = width // COLUMNS
+    column_blocks = width // COLUMNS
     return TensorDescriptor(
-        store, [groups * parts, slots, COLUMNS], [COLUMNS, groups * width, 1], [parts, page, COLUMNS],
+        store, [groups * column_blocks, slots, COLUMNS], [COLUMNS, groups * width, 1], [column_blocks, page, COLUMNS],
         gl.NVMMASharedLayout(128, 16, 3),
     )  # fmt: skip
 

@@ -151,17 +151,18 @@ def _measured(z):
 
 @triton.jit
 def _measure(
-    logits, settings, banned_start, banned_ids, cuts, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, settings, banned_start, banned_ids, cuts, block_stats, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """parts[row, kind, 3, block]: kind 0 is the raw row, if `RAW`; 1 the processed one. NaN and +inf weigh NaN."""
+    """block_stats[row, kind, 3, block]: kind 0 is the raw row, if `RAW`; 1 the processed one. NaN and +inf weigh
+    NaN."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     temperature = tl.load(settings + row * 4).to(tl.float32)
     min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
     broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
-    at = parts + row * (6 * BLOCKS) + block
+    at = block_stats + row * (6 * BLOCKS) + block
     whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
     unbanned = tl.load(banned_start + row) == tl.load(banned_start + row + 1)
     plain = (temperature == 0) | ((temperature == 1) & whole & unbanned)
@@ -184,10 +185,10 @@ def _measure(
 
 
 @triton.jit
-def _joined(parts, row, kind, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+def _joined(block_stats, row, kind, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """(top of each block, its mass, its spread, all at the row's top; the row's top and mass). No distribution: NaN."""
     block = tl.arange(0, PADDED)
-    at = parts + (row * 2 + kind) * (3 * BLOCKS) + block
+    at = block_stats + (row * 2 + kind) * (3 * BLOCKS) + block
     tops = tl.load(at, block < BLOCKS, float("-inf"))
     masses = tl.load(at + BLOCKS, block < BLOCKS, 0.0)
     spreads = tl.load(at + 2 * BLOCKS, block < BLOCKS, 0.0)
@@ -202,13 +203,13 @@ def _joined(parts, row, kind, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["kind"])
 def _score(
-    logits, settings, banned_start, banned_ids, cuts, parts, targets, kind, logprobs, entropies, stats,
+    logits, settings, banned_start, banned_ids, cuts, block_stats, targets, kind, logprobs, entropies, stats,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.where(kind == 0, 0.0, tl.load(settings + row * 4).to(tl.float32))
     min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
-    _, _, spreads, top, total = _joined(parts, row, kind, BLOCKS, PADDED)
+    _, _, spreads, top, total = _joined(block_stats, row, kind, BLOCKS, PADDED)
     log_total = tl.log(total)
     target = tl.load(targets + row)
     known = (target >= 0) & (target < SIZE)
@@ -255,13 +256,13 @@ def _gradient(
 
 @triton.jit
 def _draw(
-    logits, settings, banned_start, banned_ids, cuts, parts, seeds, positions, tokens, SIZE: tl.constexpr,
+    logits, settings, banned_start, banned_ids, cuts, block_stats, seeds, positions, tokens, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """The first token whose cumulative mass, in order of id, exceeds u times the whole; −1: no distribution."""
     row = tl.program_id(0).to(tl.int64)
     temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
-    fade, masses, _, _, total = _joined(parts, row, 1, BLOCKS, PADDED)
+    fade, masses, _, _, total = _joined(block_stats, row, 1, BLOCKS, PADDED)
     token = tl.full((), -1, tl.int32)
     if total == total:
         if temperature == 0:
@@ -285,7 +286,7 @@ def _draw(
             here = tl.minimum(tl.sum((until <= limit).to(tl.int32), 0), last)
             before = tl.max(tl.where(block < here, until, 0.0), 0)
             rest = (limit - before) / tl.sum(tl.where(block == here, fade, 0.0), 0).to(tl.float64)
-            block_top = tl.load(parts + (row * 2 + 1) * (3 * BLOCKS) + here)
+            block_top = tl.load(block_stats + (row * 2 + 1) * (3 * BLOCKS) + here)
             ids = here * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
             z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
@@ -344,9 +345,9 @@ class Rows:
     ) -> Tensor:
         out = torch.empty_like(self.logits, dtype=dtype)
         stats = self.score(targets)[2]
-        given = (aligned(x) for x in (targets, entropies, grad_logprobs, grad_entropies))
+        arguments = (aligned(x) for x in (targets, entropies, grad_logprobs, grad_entropies))
         grid = (self.count, self.blocks["BLOCKS"])
-        _gradient[grid](*self.shared, stats, *given, out, **self.size, BLOCK=self.block, num_warps=4)
+        _gradient[grid](*self.shared, stats, *arguments, out, **self.size, BLOCK=self.block, num_warps=4)
         return out
 
     def draw(self, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
-    stream, weight, scales, grad, grad_stream, grad_x, parts, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    stream, weight, scales, grad, grad_stream, grad_x, weight_parts, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, HAS_GRAD_STREAM: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
@@ -67,14 +67,14 @@ def _rms_norm_backward(
         at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         scale = tl.load(scales + row, row < rows, 0.0)[:, None]
         normed = tl.load(stream + at, inside, 0.0).to(tl.float32) * scale
-        given = tl.load(grad + at, inside, 0.0).to(tl.float32)
-        total += given * normed
-        slope = given * gain[None, :]
-        made = scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
+        grad_out = tl.load(grad + at, inside, 0.0).to(tl.float32)
+        total += grad_out * normed
+        slope = grad_out * gain[None, :]
+        gradient = scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
         if HAS_GRAD_STREAM:
-            made += tl.load(grad_stream + at, inside, 0.0).to(tl.float32)
-        tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), inside)
-    tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
+            gradient += tl.load(grad_stream + at, inside, 0.0).to(tl.float32)
+        tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), inside)
+    tl.store(weight_parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
 
 
 def _backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
@@ -90,13 +90,13 @@ def rms_norm_backward(
     stream, width = aligned(stream), stream.shape[-1]
     rows, grad_x = stream.numel() // width, torch.empty_like(stream)
     block, height, programs = _backward_tiles(rows, width)
-    parts = torch.empty(programs, width, device=stream.device)
+    weight_parts = torch.empty(programs, width, device=stream.device)
     _rms_norm_backward[(programs,)](
         stream, aligned(weight), scales, aligned(grad), stream if grad_stream is None else aligned(grad_stream),
-        grad_x, parts, rows, WIDTH=width, BLOCK=block, ROWS=height, HAS_GRAD_STREAM=grad_stream is not None,
+        grad_x, weight_parts, rows, WIDTH=width, BLOCK=block, ROWS=height, HAS_GRAD_STREAM=grad_stream is not None,
         num_warps=4,
     )  # fmt: skip
-    return grad_x, parts.sum(0).to(weight.dtype)
+    return grad_x, weight_parts.sum(0).to(weight.dtype)
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def _layer_norm(x, weight, bias, out, eps, WIDTH: tl.constexpr, BLOCK: tl.conste
     away = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(away * away, 0) / WIDTH + eps)
     gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
-    made = away * scale * gain + tl.load(bias + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), inside)
+    output = away * scale * gain + tl.load(bias + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, output.to(out.dtype.element_ty), inside)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -139,28 +139,28 @@ def _layer_norm_backward(
         away = tl.where(inside, values - (tl.sum(values, 1) / WIDTH)[:, None], 0.0)
         scale = (1.0 / tl.sqrt_rn(tl.sum(away * away, 1) / WIDTH + eps))[:, None]
         normed = away * scale
-        given = tl.load(grad + at, inside, 0.0).to(tl.float32)
-        by_weight += given * normed
-        by_bias += given
-        slope = given * gain[None, :]
+        grad_out = tl.load(grad + at, inside, 0.0).to(tl.float32)
+        by_weight += grad_out * normed
+        by_bias += grad_out
+        slope = grad_out * gain[None, :]
         shift, turn = tl.sum(slope, 1) / WIDTH, tl.sum(slope * normed, 1) / WIDTH
-        made = scale * (slope - shift[:, None] - normed * turn[:, None])
-        tl.store(grad_x + at, made.to(grad_x.dtype.element_ty), inside)
-    part = tl.program_id(0) * WIDTH + column
-    tl.store(weight_parts + part, tl.sum(by_weight, 0), column < WIDTH)
-    tl.store(bias_parts + part, tl.sum(by_bias, 0), column < WIDTH)
+        gradient = scale * (slope - shift[:, None] - normed * turn[:, None])
+        tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), inside)
+    offset = tl.program_id(0) * WIDTH + column
+    tl.store(weight_parts + offset, tl.sum(by_weight, 0), column < WIDTH)
+    tl.store(bias_parts + offset, tl.sum(by_bias, 0), column < WIDTH)
 
 
 def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, width = aligned(x), x.shape[-1]
     rows, grad_x = x.numel() // width, torch.empty_like(x)
     block, height, programs = _backward_tiles(rows, width)
-    parts = torch.empty(2, programs, width, device=x.device)
+    partials = torch.empty(2, programs, width, device=x.device)
     _layer_norm_backward[(programs,)](
-        x, aligned(weight), aligned(grad), grad_x, parts[0], parts[1], rows, eps, WIDTH=width, BLOCK=block, ROWS=height,
-        num_warps=4,
+        x, aligned(weight), aligned(grad), grad_x, partials[0], partials[1], rows, eps, WIDTH=width, BLOCK=block,
+        ROWS=height, num_warps=4,
     )  # fmt: skip
-    of_weight, of_bias = parts.sum(1).to(weight.dtype)
+    of_weight, of_bias = partials.sum(1).to(weight.dtype)
     return grad_x, of_weight, of_bias
 
 
@@ -179,8 +179,8 @@ def _gelu(x, out, count, TANH: tl.constexpr, NUMBERS: tl.constexpr):
     number = tl.load(x + at, at < count, 0.0).to(tl.float32)
     if not TANH:
         number = number.to(tl.float64)
-    made = (number * _gelu_share(number, TANH)).to(tl.float32)
-    tl.store(out + at, made.to(out.dtype.element_ty), at < count)
+    output = (number * _gelu_share(number, TANH)).to(tl.float32)
+    tl.store(out + at, output.to(out.dtype.element_ty), at < count)
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
@@ -205,8 +205,8 @@ def _gelu_backward(x, grad, grad_x, count, TANH: tl.constexpr, NUMBERS: tl.const
         slope = share + number * share * (1.0 - share) * rise
     else:
         slope = (share + number * 0.3989422804014327 * tl.exp(-0.5 * number * number)).to(tl.float32)
-    given = tl.load(grad + at, at < count, 0.0).to(tl.float32)
-    tl.store(grad_x + at, (given * slope).to(grad_x.dtype.element_ty), at < count)
+    grad_out = tl.load(grad + at, at < count, 0.0).to(tl.float32)
+    tl.store(grad_x + at, (grad_out * slope).to(grad_x.dtype.element_ty), at < count)
 
 
 def gelu_backward(x: Tensor, tanh: bool, grad: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def _silu_halves(both, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constex
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = both + row[:, None] * (2 * width) + column[None, :]
     x, y = tl.load(at, inside, 0.0).to(tl.float32), tl.load(at + width, inside, 0.0).to(tl.float32)
-    made = x / (1.0 + tl.exp(-x)) * y
-    tl.store(out + row[:, None] * width + column[None, :], made.to(out.dtype.element_ty), inside)
+    activated = x / (1.0 + tl.exp(-x)) * y
+    tl.store(out + row[:, None] * width + column[None, :], activated.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -70,22 +70,22 @@ class _Experts(torch.autograd.Function):
         (tokens, top_k), rows = chosen.shape, chosen.numel()
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
         both = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k)
-        made = _activated(both)
-        ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, made)
+        activated = _activated(both)
+        ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, activated)
         ctx.height, ctx.top_k = groups.height, top_k
-        return grouped.product(made, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
+        return grouped.product(activated, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, order, offsets, table, both, made = ctx.saved_tensors
+        x, gate_up, down, order, offsets, table, both, activated = ctx.saved_tensors
         groups, top_k, grad = sorting.Groups(offsets, table, ctx.height), ctx.top_k, grads[0].flatten(0, 1)
         rows, needs = len(order), ctx.needs_input_grad
         plain_up, plain_down = (each.dequantised() if isinstance(each, Fp8Weight) else each for each in (gate_up, down))
         grad_down = grad_gate_up = grad_x = None
         if needs[2]:
-            grad_down = grouped.weight_gradient(grad, made, offsets, down.dtype, order=order, gather_left=True)
-        grad_made = grouped.product(grad, plain_down, groups, rows, by_row=False, order=order, gather=1)
-        grad_both = _activated_backward(both, grad_made)
+            grad_down = grouped.weight_gradient(grad, activated, offsets, down.dtype, order=order, gather_left=True)
+        grad_activated = grouped.product(grad, plain_down, groups, rows, by_row=False, order=order, gather=1)
+        grad_both = _activated_backward(both, grad_activated)
         if needs[1]:
             grad_gate_up = grouped.weight_gradient(
                 grad_both, x, offsets, gate_up.dtype, order=order, gather_right=top_k
@@ -106,8 +106,8 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
         order, groups = None, sorting.each_its_own(chosen.flatten(), x.dtype)
     else:
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
-    made = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
-    return grouped.product(made, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
+    activated = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
+    return grouped.product(activated, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
 
 
 class _Fp8Experts(_Experts):
@@ -118,10 +118,10 @@ class _Fp8Experts(_Experts):
         (tokens, top_k), rows = chosen.shape, chosen.numel()
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
         both = fp8.product(*fp8.fp8_rows(x), gate_up, rows, x.dtype, groups, order=order, gather=top_k)
-        made = _activated(both)
-        ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, made)
+        activated = _activated(both)
+        ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, activated)
         ctx.height, ctx.top_k = groups.height, top_k
-        out = fp8.product(*fp8.fp8_rows(made), down, rows, x.dtype, groups, order=order, scatter=True)
+        out = fp8.product(*fp8.fp8_rows(activated), down, rows, x.dtype, groups, order=order, scatter=True)
         return out.view(tokens, top_k, -1)
 
 

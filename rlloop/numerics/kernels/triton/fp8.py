@@ -114,10 +114,10 @@ def _product(
             valid = row < tl.load(offsets + group + 1)
         else:
             valid = row < rows
-        place = row
+        unsorted_row = row
         if GATHER or SCATTER:
-            place = tl.load(order + row, valid, 0).to(tl.int32)
-        source = tl.where(valid, place // copies if GATHER else row, 0).to(tl.int64)
+            unsorted_row = tl.load(order + row, valid, 0).to(tl.int32)
+        source = tl.where(valid, unsorted_row // copies if GATHER else row, 0).to(tl.int64)
         known = group.to(tl.int64) * outputs + output % outputs  # of the rows of all matrices, end to end
         w_at = weight + known[:, None] * width + k[None, :]
         x_at = codes + source[:, None] * width + k[None, :]
@@ -134,14 +134,14 @@ def _product(
             else:
                 left = (k < width - block * BLOCK)[None, :]
                 ws, xs = tl.load(w_at, left, 0.0), tl.load(x_at, valid[:, None] & left, 0.0)
-            part = tl.dot(ws, xs.T)
+            block_sums = tl.dot(ws, xs.T)
             if ONE:
-                sums += part * (tl.load(of_w + block) * tl.load(of_x + block))[None, :]
+                sums += block_sums * (tl.load(of_w + block) * tl.load(of_x + block))[None, :]
             else:
-                sums += part * (tl.load(of_w + block)[:, None] * tl.load(of_x + block)[None, :])
+                sums += block_sums * (tl.load(of_w + block)[:, None] * tl.load(of_x + block)[None, :])
             w_at += BLOCK
             x_at += BLOCK
-        to = out + (place if SCATTER else row).to(tl.int64)[None, :] * outputs + output[:, None]
+        to = out + (unsorted_row if SCATTER else row).to(tl.int64)[None, :] * outputs + output[:, None]
         tl.store(to, sums.to(out.dtype.element_ty), (output < outputs)[:, None] & valid[None, :])
 
 

@@ -99,13 +99,13 @@ def _product(
         row = begin + lane
         if EACH:
             valid = lane == 0
-            place = row
+            unsorted_row = row
         else:
             valid = row < tl.load(offsets + group + 1)
-            place = row
+            unsorted_row = row
             if GATHER or SCATTER:
-                place = tl.load(order + row, valid, 0)
-        source = tl.where(valid, place // copies if GATHER else row, 0).to(tl.int64)
+                unsorted_row = tl.load(order + row, valid, 0)
+        source = tl.where(valid, unsorted_row // copies if GATHER else row, 0).to(tl.int64)
         sums = _sums(
             x, weight, x_tiles, w_tiles, source, valid, begin, group, column, outputs, width, w_group, w_row, w_column,
             ROWS, OUTPUTS, WIDTH, BY_ROW, WHOLE, PAIRS, FETCH, FETCH_X,
@@ -115,7 +115,7 @@ def _product(
             gate, up = sums.reshape(ROWS, OUTPUTS, 2).split()
             gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
             sums = gate / (1.0 + tl.exp(-gate)) * up
-        to, output = (place if SCATTER else row).to(tl.int64), column + tl.arange(0, OUTPUTS)
+        to, output = (unsorted_row if SCATTER else row).to(tl.int64), column + tl.arange(0, OUTPUTS)
         tl.store(
             out + to[:, None] * outputs + output[None, :], sums.to(kind), valid[:, None] & (output < outputs)[None, :]
         )

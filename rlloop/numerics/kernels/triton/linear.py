@@ -73,11 +73,11 @@ def tiles_for(rows: int, outputs: int, width: int, dtype: torch.dtype) -> Tiles:
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, weight, bias, out, rows, outputs, width, places, stride, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, weight, bias, out, rows, outputs, width, addresses, stride, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr, SWAPPED: tl.constexpr, WHOLE: tl.constexpr, HAS_BIAS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask. `PLACES`: the number of addresses in
-    `places` that the outputs are written to, rows `stride` apart, in place of `out`; 0: to `out`."""
+    """`WHOLE`: the width is a multiple of WIDTH, so that no load needs a mask. `PLACES`: the number of
+    `addresses` that the outputs are written to, rows `stride` apart, in place of `out`; 0: to `out`."""
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
     # Eight tiles of rows share what they read of the weights before the next outputs come.
     task, band = tl.program_id(0), 8 * output_tiles
@@ -112,8 +112,8 @@ def _linear(
     inside, sums = (row < rows)[:, None] & (output < outputs)[None, :], sums.to(out.dtype.element_ty)
     if PLACES == 0:
         tl.store(out + at, sums, inside)
-    for place in tl.static_range(PLACES):
-        tl.store(tl.multiple_of(tl.load(places + place).to(out.dtype), 16) + at, sums, inside)
+    for index in tl.static_range(PLACES):
+        tl.store(tl.multiple_of(tl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
 
 
 def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
@@ -129,11 +129,11 @@ def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
 
 def chain(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tiles: Tiles | None = None,
-    out: Tensor | None = None, places: Tensor | None = None,
+    out: Tensor | None = None, addresses: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by our kernels.
 
-    `places` [P] int64: addresses, multiples of 16, of memory with the strides of `out`, that all get the outputs; then
+    `addresses` [P] int64, multiples of 16, of memory with the strides of `out`, that all get the outputs; then
     `out` is one of them.
     """
     (rows, width), outputs = x.shape, len(weight)
@@ -142,15 +142,15 @@ def chain(
     if out.numel() == 0:
         return out
     if tiles is None and (small_batch := few_rows(x, outputs)):
-        small_batch(x, weight, bias, out, places=places)
+        small_batch(x, weight, bias, out, addresses=addresses)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
     grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
     _linear[grid](
         aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
-        out if places is None else places, out.stride(0), ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width,
-        SWAPPED=tiles.swapped, WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None,
-        PLACES=0 if places is None else len(places), num_warps=tiles.warps, num_stages=tiles.stages,
+        out if addresses is None else addresses, out.stride(0), ROWS=tiles.rows, OUTPUTS=tiles.outputs,
+        WIDTH=tiles.width, SWAPPED=tiles.swapped, WHOLE=width % tiles.width == 0, HAS_BIAS=bias is not None,
+        PLACES=0 if addresses is None else len(addresses), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 

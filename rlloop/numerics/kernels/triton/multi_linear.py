@@ -41,10 +41,10 @@ GATED = ((64, 8192, Tiles(64, 64, 64, False, 4, 4)), (256, 2048, Tiles(64, 64, 6
 def _tiles_for(table: tuple[tuple[int, int, Tiles], ...], x: Tensor, weights: tuple[Tensor, ...]) -> Tiles | None:
     """The tiles for these shapes, or None."""
     rows, width = x.shape
-    found = next((tiles for most_rows, most, tiles in table if rows <= most_rows and width <= most), None)
-    if found is None or x.element_size() != 2 or rows == 0 or width % found.width:
+    chosen = next((tiles for most_rows, most, tiles in table if rows <= most_rows and width <= most), None)
+    if chosen is None or x.element_size() != 2 or rows == 0 or width % chosen.width:
         return None
-    return None if any(len(weight) % found.outputs for weight in weights) else found
+    return None if any(len(weight) % chosen.outputs for weight in weights) else chosen
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -102,8 +102,8 @@ def _gated(
         at += K
     # Rounded as they would be in between.
     g, u = gates.to(out.dtype.element_ty).to(tl.float32), ups.to(out.dtype.element_ty).to(tl.float32)
-    made = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :], made, (row < rows)[:, None])
+    activated = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :], activated, (row < rows)[:, None])
 
 
 def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

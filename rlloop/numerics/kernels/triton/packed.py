@@ -123,8 +123,8 @@ def _product(
 def sums(x: Tensor, weight: Tensor, by_row: bool, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`grouped.product` by plain or packed weights [G, N, K]; without offsets `linear.product`, by [N, K]."""
     if isinstance(weight, PackedWeight):
-        if by_row and (made := product(x, weight, offsets, dtype)) is not None:
-            return made
+        if by_row and (output := product(x, weight, offsets, dtype)) is not None:
+            return output
         weight = dequantised(weight)
     if offsets is None:
         return linear.product(x, weight, None, dtype)

@@ -19,7 +19,7 @@ NUMBERS = 4096  # that a program copies
 
 @triton.jit(do_not_specialize=["rows", "first_row"])
 def _write(
-    x, gate, places, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, gate, addresses, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PLACES: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -33,12 +33,12 @@ def _write(
         g = tl.load(gate + at, inside).to(tl.float32)
         values = (g / (1.0 + tl.exp(-g)) * values.to(tl.float32)).to(x.dtype.element_ty)
     to = (row + first_row).to(tl.int64)[:, None] * stride + column[None, :]
-    for place in tl.static_range(PLACES):
-        tl.store(tl.multiple_of(tl.load(places + place).to(x.dtype), 16) + to, values, inside)
+    for index in tl.static_range(PLACES):
+        tl.store(tl.multiple_of(tl.load(addresses + index).to(x.dtype), 16) + to, values, inside)
 
 
-def write(x: Tensor, places: Tensor, stride: int, gate: Tensor | None = None, first_row: int = 0) -> None:
-    """x [T, N], whose rows may lie apart, to each address of `places` [P] int64, rows `stride` numbers apart there,
+def write(x: Tensor, addresses: Tensor, stride: int, gate: Tensor | None = None, first_row: int = 0) -> None:
+    """x [T, N], whose rows may lie apart, to each of `addresses` [P] int64, rows `stride` numbers apart there,
     from row `first_row` on.
 
     `gate` [T, N], of x's strides: `silu_mul(gate, x)` in place of x.
@@ -48,8 +48,8 @@ def write(x: Tensor, places: Tensor, stride: int, gate: Tensor | None = None, fi
     height = max(1, min(NUMBERS // block, power_of_two(rows)))
     if rows:
         _write[(triton.cdiv(rows, height), triton.cdiv(width, block))](
-            x, x if gate is None else gate, places, rows, width, x.stride(0), stride, first_row, ROWS=height,
-            BLOCK=block, PLACES=len(places), GATED=gate is not None, EARLY=hopper(x.device), num_warps=8,
+            x, x if gate is None else gate, addresses, rows, width, x.stride(0), stride, first_row, ROWS=height,
+            BLOCK=block, PLACES=len(addresses), GATED=gate is not None, EARLY=hopper(x.device), num_warps=8,
             launch_pdl=hopper(x.device), **EXACT,
         )  # fmt: skip
 
@@ -79,17 +79,18 @@ def meet(flags: Tensor, round: Tensor, rank: int) -> None:
     _meet[(1,)](flags, round, rank, RANKS=len(flags), EARLY=early, num_warps=1, launch_pdl=early)
 
 
-def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, places: Tensor) -> None:
-    """x [T, K], weight [N, K], bias [N]: the outputs to each of `places`, whose rows lie as those of `out` [T, ...]."""
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, addresses: Tensor) -> None:
+    """x [T, K], weight [N, K], bias [N]: the outputs to each of `addresses`, whose rows lie as those of `out`
+    [T, ...]."""
     if few_rows(x, len(weight)):
-        chain(x, weight, bias, x.dtype, out=out, places=places)
+        chain(x, weight, bias, x.dtype, out=out, addresses=addresses)
     else:  # from here on cuBLAS and a copy are faster than our kernel and its copies
-        write(product(x, weight, bias, x.dtype), places, out.stride(0))
+        write(product(x, weight, bias, x.dtype), addresses, out.stride(0))
 
 
-def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, places: Tensor) -> None:
+def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, addresses: Tensor) -> None:
     """`silu_mul` of x [T, K] times gate and up [F, K], as `linear_into`."""
     if few := few_rows_gated(x, gate, up):
-        few(x, gate, up, out, places=places)
+        few(x, gate, up, out, addresses=addresses)
     else:
-        write(product(x, up, None, x.dtype), places, out.stride(0), product(x, gate, None, x.dtype))
+        write(product(x, up, None, x.dtype), addresses, out.stride(0), product(x, gate, None, x.dtype))

@@ -58,18 +58,18 @@ def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, G
     Sequence s has the blocks from query_start[s] * SHARE // BLOCK + s on.
     """
     BLOCK: gl.constexpr = WORKERS * ROWS
-    place = tokens * SHARE // BLOCK + sequences - 1 - task // GROUPS
+    block = tokens * SHARE // BLOCK + sequences - 1 - task // GROUPS
     low = 0
     high = sequences
     while high - low > 1:
         middle = (low + high) // 2
-        if gl.load(query_start + middle).to(gl.int32) * SHARE // BLOCK + middle <= place:
+        if gl.load(query_start + middle).to(gl.int32) * SHARE // BLOCK + middle <= block:
             low = middle
         else:
             high = middle
     token = gl.load(query_start + low).to(gl.int32)
     rows = (gl.load(query_start + low + 1).to(gl.int32) - token) * SHARE
-    begin = (place - token * SHARE // BLOCK - low) * BLOCK
+    begin = (block - token * SHARE // BLOCK - low) * BLOCK
     return low, task % GROUPS, begin, rows, token, gl.load(context + low).to(gl.int32)
 
 
@@ -102,21 +102,21 @@ def _fetch(
 
 
 @gluon.jit
-def _order(orders, place, rows, begin, token, offset, group):
-    """Says what the block at `place` is; no rows: that there are no more."""
+def _order(orders, queue_slot, rows, begin, token, offset, group):
+    """Says what the block at `queue_slot` is; no rows: that there are no more."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zero = gl.full((1,), 0, gl.int32, one)
-    orders.index(place * FIELDS).store(zero + rows)
-    orders.index(place * FIELDS + 1).store(zero + begin)
-    orders.index(place * FIELDS + 2).store(zero + token)
-    orders.index(place * FIELDS + 3).store(zero + offset)
-    orders.index(place * FIELDS + 4).store(zero + group)
+    orders.index(queue_slot * FIELDS).store(zero + rows)
+    orders.index(queue_slot * FIELDS + 1).store(zero + begin)
+    orders.index(queue_slot * FIELDS + 2).store(zero + token)
+    orders.index(queue_slot * FIELDS + 3).store(zero + offset)
+    orders.index(queue_slot * FIELDS + 4).store(zero + group)
     gl.thread_barrier()
 
 
 @gluon.jit
-def _ordered(orders, place, field: gl.constexpr):
-    return gl.max(orders.index(place * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _ordered(orders, queue_slot, field: gl.constexpr):
+    return gl.max(orders.index(queue_slot * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -139,15 +139,15 @@ def _bring(
             task, query_start, context, sequences, tokens, SHARE, GROUPS
         )
         if begin < rows:
-            place = done % QUEUE
-            mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
-            _order(orders, place, rows, begin, token, offset, group)
-            mbarrier.arrive(q_full.index(place), count=1)
+            queue_slot = done % QUEUE
+            mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
+            _order(orders, queue_slot, rows, begin, token, offset, group)
+            mbarrier.arrive(q_full.index(queue_slot), count=1)
             for worker in gl.static_range(WORKERS):
                 row = begin + worker * ROWS + rows_here
                 at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
-                _copy(q, at, row < rows, q_tiles.index(place * WORKERS + worker), WIDTH, LAYOUT)
-            async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+                _copy(q, at, row < rows, q_tiles.index(queue_slot * WORKERS + worker), WIDTH, LAYOUT)
+            async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
             done += 1
             end = offset + rows // SHARE
             last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
@@ -166,11 +166,11 @@ def _bring(
                 )  # fmt: skip
                 count += 1
         task = gl.num_programs(0) + gl.atomic_add(counter, 1)
-    place = done % QUEUE
-    mbarrier.wait(q_empty.index(place), (done // QUEUE & 1) ^ 1)
-    _order(orders, place, 0, 0, 0, 0, 0)
-    mbarrier.arrive(q_full.index(place), count=1)
-    async_copy.mbarrier_arrive(q_full.index(place), increment_count=False)
+    queue_slot = done % QUEUE
+    mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
+    _order(orders, queue_slot, 0, 0, 0, 0, 0)
+    mbarrier.arrive(q_full.index(queue_slot), count=1)
+    async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
 
 
 @gluon.jit
@@ -256,19 +256,19 @@ def _multiply(
     q_full, q_empty, k_full, v_full, empty = bars
     done = 0
     count = 0
-    place = 0
-    mbarrier.wait(q_full.index(place), 0)
-    rows = _ordered(orders, place, 0)
+    queue_slot = 0
+    mbarrier.wait(q_full.index(queue_slot), 0)
+    rows = _ordered(orders, queue_slot, 0)
     while rows > 0:
-        begin = _ordered(orders, place, 1)
-        token = _ordered(orders, place, 2)
-        offset = _ordered(orders, place, 3)
-        group = _ordered(orders, place, 4)
+        begin = _ordered(orders, queue_slot, 1)
+        token = _ordered(orders, queue_slot, 2)
+        offset = _ordered(orders, queue_slot, 3)
+        group = _ordered(orders, queue_slot, 4)
         last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
         begin += WORKER * ROWS
         if begin < rows:
             fence_async_shared()
-            queries = q_tiles.index(place * WORKERS + WORKER)
+            queries = q_tiles.index(queue_slot * WORKERS + WORKER)
             first = offset + begin // SHARE
             row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))
             position = offset + row // SHARE
@@ -279,7 +279,7 @@ def _multiply(
                 end = gl.minimum(segment + SEGMENT, last + 1) if JOINS else last + 1
                 part_top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
                 part_total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
-                part = gl.zeros((ROWS, WIDTH), gl.float32, A)
+                part_sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
                 scores = warpgroup_mma_wait(0, [_scores(queries, tiles, bars, count, True, S)])
                 part_top, part_total, _fade, masses = _softmax(
                     scores, part_top, part_total, position, segment, scale, True, S, P, DTYPE
@@ -288,19 +288,19 @@ def _multiply(
                 # Tiles that every query sees whole need no mask.
                 masked = segment + gl.maximum(gl.minimum(first + 1, end) - segment, 0) // TILE * TILE
                 for tile in range(segment + TILE, masked, TILE):
-                    masses, part_top, part_total, part = _tile(
-                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                    masses, part_top, part_total, part_sums = _tile(
+                        queries, masses, part_top, part_total, part_sums, position, tile, scale, tiles, bars, count,
                         False, S, A, P,
                     )  # fmt: skip
                     count += 1
                 for tile in range(gl.maximum(masked, segment + TILE), end, TILE):
-                    masses, part_top, part_total, part = _tile(
-                        queries, masses, part_top, part_total, part, position, tile, scale, tiles, bars, count,
+                    masses, part_top, part_total, part_sums = _tile(
+                        queries, masses, part_top, part_total, part_sums, position, tile, scale, tiles, bars, count,
                         True, S, A, P,
                     )  # fmt: skip
                     count += 1
-                adding = _sums(masses, part, tiles, bars, count - 1, True)
-                part, masses = warpgroup_mma_wait(0, [adding, masses])
+                adding = _sums(masses, part_sums, tiles, bars, count - 1, True)
+                part_sums, masses = warpgroup_mma_wait(0, [adding, masses])
                 mbarrier.arrive(empty.index((count - 1) % STAGES), count=1)
                 if JOINS:  # queries that come before this segment keep what they have
                     highest = gl.maximum(top, part_top)
@@ -311,26 +311,26 @@ def _multiply(
                     total = gl.where(kept, total, new)
                     top = gl.where(kept, top, gl.where(segment == 0, part_top, highest))
                     fade = _spread(fade, sums.shape, A)
-                    new = gl.fma(sums, fade, part * _spread(part_fade, sums.shape, A))
-                    new = gl.where(segment == 0, part, new)
+                    new = gl.fma(sums, fade, part_sums * _spread(part_fade, sums.shape, A))
+                    new = gl.where(segment == 0, part_sums, new)
                     sums = gl.where(gl.convert_layout(kept, gl.SliceLayout(1, A))[:, None], sums, new)
                 else:
                     top = part_top
                     total = part_total
-                    sums = part
-            mbarrier.arrive(q_empty.index(place), count=1)
-            made = divided(sums, gl.convert_layout(total, gl.SliceLayout(1, A))).to(DTYPE)
+                    sums = part_sums
+            mbarrier.arrive(q_empty.index(queue_slot), count=1)
+            output = divided(sums, gl.convert_layout(total, gl.SliceLayout(1, A))).to(DTYPE)
             at = (token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE
             gl.store(lse + at, (top + gl.log2(total)) * 0.6931471805599453, row < rows)
             stored = begin + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
             at = (token + stored // SHARE).to(gl.int64) * HEADS + group * SHARE + stored % SHARE
             d = gl.arange(0, WIDTH, gl.SliceLayout(0, WHOLE))
             gl.store(
-                out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(made, WHOLE),
+                out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(output, WHOLE),
                 (stored < rows)[:, None] & (d < WIDTH)[None, :],
             )  # fmt: skip
         else:  # no rows for this warpgroup
-            mbarrier.arrive(q_empty.index(place), count=1)
+            mbarrier.arrive(q_empty.index(queue_slot), count=1)
             for _ in range(0, last + 1, TILE):
                 stage = count % STAGES
                 mbarrier.wait(k_full.index(stage), count // STAGES & 1)
@@ -338,9 +338,9 @@ def _multiply(
                 mbarrier.arrive(empty.index(stage), count=1)
                 count += 1
         done += 1
-        place = done % QUEUE
-        mbarrier.wait(q_full.index(place), done // QUEUE & 1)
-        rows = _ordered(orders, place, 0)
+        queue_slot = done % QUEUE
+        mbarrier.wait(q_full.index(queue_slot), done // QUEUE & 1)
+        rows = _ordered(orders, queue_slot, 0)
 
 
 @gluon.jit

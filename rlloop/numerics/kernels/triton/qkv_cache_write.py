@@ -14,10 +14,10 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 
 @triton.jit
 def _turned(
-    x, weight, positions, cos, sin, out, row, place, rows, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, positions, cos, sin, out, row, target, rows, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads to their places, tokens of `out`."""
+    """Rows of heads to their targets, tokens of `out`."""
     HALF: tl.constexpr = WIDTH // 2
     at, half = x + row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, BLOCK // 2)
     inside = (row < rows)[:, None] & (half < HALF)[None, :]
@@ -34,7 +34,7 @@ def _turned(
     table = position[:, None] * HALF + half[None, :]
     c, s = tl.load(cos + table, inside, 0.0), tl.load(sin + table, inside, 0.0)
     one, other = low.to(tl.float32), high.to(tl.float32)
-    to = out + (place * HEADS + row % HEADS)[:, None] * WIDTH + half[None, :]
+    to = out + (target * HEADS + row % HEADS)[:, None] * WIDTH + half[None, :]
     tl.store(to, (one * c - other * s).to(low.dtype), inside)
     tl.store(to + HALF, (other * c + one * s).to(low.dtype), inside)
 
@@ -47,18 +47,18 @@ def _cache_write(
     """A program has rows of queries, of keys or of values."""
     kind, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if kind == 0:
-        place = (row // HEADS).to(tl.int64)
-        _turned(q, q_weight, positions, cos, sin, out, row, place, tokens * HEADS, eps, HEADS, WIDTH, BLOCK, NORMED)
+        target = (row // HEADS).to(tl.int64)
+        _turned(q, q_weight, positions, cos, sin, out, row, target, tokens * HEADS, eps, HEADS, WIDTH, BLOCK, NORMED)
     elif tl.program_id(0) * ROWS < tokens * GROUPS:
         rows = tokens * GROUPS
-        place = tl.load(slots + row // GROUPS, row < rows, 0)
+        target = tl.load(slots + row // GROUPS, row < rows, 0)
         if kind == 1:
-            _turned(k, k_weight, positions, cos, sin, keys, row, place, rows, eps, GROUPS, WIDTH, BLOCK, NORMED)
+            _turned(k, k_weight, positions, cos, sin, keys, row, target, rows, eps, GROUPS, WIDTH, BLOCK, NORMED)
         else:
             column = tl.arange(0, BLOCK)[None, :]
             inside = (row < rows)[:, None] & (column < WIDTH)
             moved = tl.load(v + row.to(tl.int64)[:, None] * WIDTH + column, inside, 0.0)
-            tl.store(values + (place * GROUPS + row % GROUPS)[:, None] * WIDTH + column, moved, inside)
+            tl.store(values + (target * GROUPS + row % GROUPS)[:, None] * WIDTH + column, moved, inside)
 
 
 def qkv_cache_write(

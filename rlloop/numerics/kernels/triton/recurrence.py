@@ -107,16 +107,16 @@ def causal_conv(
     (tokens, channels), width, sequences = x.shape, weight.shape[2], len(query_start) - 1
     if tokens == 0:
         return out
-    given = states is not None and context is not None and rows is not None
-    single, query_start = given and tokens == sequences, query_start.contiguous()
+    has_states = states is not None and context is not None and rows is not None
+    single, query_start = has_states and tokens == sequences, query_start.contiguous()
     blocks = triton.cdiv(channels, CHANNELS)
     _convolution[(triton.cdiv(tokens, ROWS), blocks)](
-        x, taps, x if bias is None else aligned(bias), query_start, context if given else query_start,
-        rows if given else query_start, states if given else x, out, tokens, sequences, CHANNELS=channels,
-        BLOCK=CHANNELS, TAPS=width, ROWS=ROWS, HAS_BIAS=bias is not None, HAS_STATES=given, SINGLE=single, num_warps=4,
-        **EXACT,
+        x, taps, x if bias is None else aligned(bias), query_start, context if has_states else query_start,
+        rows if has_states else query_start, states if has_states else x, out, tokens, sequences, CHANNELS=channels,
+        BLOCK=CHANNELS, TAPS=width, ROWS=ROWS, HAS_BIAS=bias is not None, HAS_STATES=has_states, SINGLE=single,
+        num_warps=4, **EXACT,
     )  # fmt: skip
-    if given and not single:
+    if has_states and not single:
         _keep_inputs[(sequences, blocks)](
             x, query_start, rows, states, CHANNELS=channels, BLOCK=CHANNELS, KEPT=width - 1, num_warps=4
         )
@@ -125,12 +125,12 @@ def causal_conv(
 
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _convolution_backward(
-    x, weight, query_start, grad, grad_x, parts, tokens, sequences, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, query_start, grad, grad_x, partials, tokens, sequences, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     TAPS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Parts [programs, PARTS, channels]: this program's tokens' share of each tap's gradient, then of the bias's."""
+    """Partials [programs, PARTS, channels]: this program's tokens' share of each tap's gradient, then of the bias's."""
     KEPT: tl.constexpr = TAPS - 1
-    channel, part = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    channel, sum_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
     inside, sums = (channel < CHANNELS)[None, :], tl.zeros((PARTS, BLOCK), tl.float32)
     begin = tl.program_id(0).to(tl.int64) * (ROWS * STEPS)
     for step in range(STEPS):
@@ -147,11 +147,11 @@ def _convolution_backward(
             later = tl.load(grad + at + back * CHANNELS, (valid & (token + back < last))[:, None] & inside, 0.0)
             total += tl.load(weight + tap * CHANNELS + channel, channel < CHANNELS, 0.0)[None, :] * later
             read = tl.load(x + at - back * CHANNELS, (valid & (token - back >= first))[:, None] & inside, 0.0)
-            sums += tl.where((part == tap)[:, None], tl.sum(slope * read, 0)[None, :], 0.0)
-        sums += tl.where((part == TAPS)[:, None], tl.sum(slope, 0)[None, :], 0.0)
+            sums += tl.where((sum_row == tap)[:, None], tl.sum(slope * read, 0)[None, :], 0.0)
+        sums += tl.where((sum_row == TAPS)[:, None], tl.sum(slope, 0)[None, :], 0.0)
         tl.store(grad_x + at, total, valid[:, None] & inside)
-    to = parts + (tl.program_id(0) * PARTS + part)[:, None] * CHANNELS + channel[None, :]
-    tl.store(to, sums, inside & (part >= 0)[:, None])
+    to = partials + (tl.program_id(0) * PARTS + sum_row)[:, None] * CHANNELS + channel[None, :]
+    tl.store(to, sums, inside & (sum_row >= 0)[:, None])
 
 
 def causal_conv_backward(
@@ -159,13 +159,13 @@ def causal_conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, grad, taps, (tokens, channels), width = aligned(x), aligned(grad), weight[:, 0].T, x.shape, weight.shape[2]
     grad_x, programs, count = torch.empty_like(x), triton.cdiv(tokens, ROWS * STEPS), power_of_two(width + 1)
-    parts = torch.empty(programs, count, channels, device=x.device)
+    partials = torch.empty(programs, count, channels, device=x.device)
     if tokens:
         _convolution_backward[(programs, triton.cdiv(channels, CHANNELS))](
-            x, aligned(taps), query_start.contiguous(), grad, grad_x, parts, tokens, len(query_start) - 1,
+            x, aligned(taps), query_start.contiguous(), grad, grad_x, partials, tokens, len(query_start) - 1,
             CHANNELS=channels, BLOCK=CHANNELS, TAPS=width, PARTS=count, ROWS=ROWS, STEPS=STEPS, num_warps=4,
         )  # fmt: skip
-    sums = parts.sum(0)
+    sums = partials.sum(0)
     return grad_x, sums[:width].T.unsqueeze(1).contiguous(), sums[width].clone() if of_bias else sums.new_empty(0)
 
 
@@ -256,9 +256,9 @@ def _scan(
         else:
             written = values * betas[:, None]
         weights = tl.dot(queries, keys.T, input_precision=PRECISION) * fades
-        made = since[:, None] * tl.dot(queries, state, input_precision=PRECISION)
-        made += tl.dot(weights, written, input_precision=PRECISION)
-        tl.store(out + value_at, made, has_new & of_value)
+        output = since[:, None] * tl.dot(queries, state, input_precision=PRECISION)
+        output += tl.dot(weights, written, input_precision=PRECISION)
+        tl.store(out + value_at, output, has_new & of_value)
         if chunk + CHUNK <= end:
             to_end = tl.sum(tl.where(row == CHUNK - 1, fades, 0.0), 0)
             faded = state * tl.sum(tl.where(n == CHUNK - 1, since, 0.0), 0)
@@ -278,12 +278,12 @@ def _keep_rows(
     VALUES: tl.constexpr, BEGIN: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program has some numbers of one row of the chunk that a sequence ends in; `KEYS` and `VALUES` make a row."""
-    sequence, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, n, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, known = tl.load(query_start + sequence), tl.load(context + sequence)
     end = known + tl.load(query_start + sequence + 1) - begin
     position = end // CHUNK * CHUNK + n
     if (position >= known) & (position < end):
-        token, at = begin + position - known, part * BLOCK + tl.arange(0, BLOCK)
+        token, at = begin + position - known, block * BLOCK + tl.arange(0, BLOCK)
         mine = states + tl.load(rows + sequence) * SIZE + BEGIN
         tl.store(mine + n * KEYS + at, tl.load(k + token * KEYS + at, at < KEYS), at < KEYS)
         mine += CHUNK * KEYS
@@ -303,17 +303,17 @@ def scan(
     if tokens == 0:
         return out
     query_start = aligned(query_start)
-    given = states is not None and context is not None and rows is not None
-    context, rows, store = (aligned(context), aligned(rows), states) if given else (query_start, query_start, q)
-    single = given and tokens == sequences
+    has_states = states is not None and context is not None and rows is not None
+    context, rows, store = (aligned(context), aligned(rows), states) if has_states else (query_start, query_start, q)
+    single = has_states and tokens == sequences
     columns = min(COLUMNS, power_of_two(width, 16))
     # No argument of the training's is specialised otherwise than the engine's: both run one compiled kernel.
     _scan[(triton.cdiv(width, columns), heads, sequences)](
-        q, k, v, decay, beta, query_start, context, rows, store, out, int(given), int(single), GROUPS=groups,
+        q, k, v, decay, beta, query_start, context, rows, store, out, int(has_states), int(single), GROUPS=groups,
         HEADS=heads, KEY=key_width, WIDTH=width, K=power_of_two(key_width, 16), COLUMNS=columns, CHUNK=CHUNK,
         CORRECTS=corrects, PRECISION=PRECISION, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
-    if given and not single:
+    if has_states and not single:
         keys, values, block = groups * key_width, heads * width, 1024
         _keep_rows[(sequences, CHUNK, triton.cdiv(max(keys, values), block))](
             k, v, decay, beta, query_start, context, rows, store, HEADS=heads, KEYS=keys, VALUES=values,

@@ -52,9 +52,9 @@ def scan_backward(
         of_q, of_k = (_taken(x[:, of_keys], chunks) for x in (q, k))
         of_v, of_beta, of_grad = (_taken(x[:, of_values], chunks) for x in (v, beta, grad))
         fades = _taken(decay[:, of_values], chunks, 1.0)
-        made = _gradients(of_q, of_k, share, of_v, fades, of_beta, of_grad, corrects, chunks.counts)
-        for whole, part, at in zip(gradients, made, (of_keys, of_keys, *[of_values] * 3), strict=True):
-            whole[:, at] = _put(part, chunks, tokens)
+        group_gradients = _gradients(of_q, of_k, share, of_v, fades, of_beta, of_grad, corrects, chunks.counts)
+        for whole, gradient, at in zip(gradients, group_gradients, (of_keys, of_keys, *[of_values] * 3), strict=True):
+            whole[:, at] = _put(gradient, chunks, tokens)
     return gradients
 
 

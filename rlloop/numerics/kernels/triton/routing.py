@@ -18,8 +18,8 @@ COLUMNS = 1024  # of a program of the sum, at most
 def _best(values, taken, ids, SIZE: tl.constexpr):
     """In each row, the lowest index of the largest value that is not taken yet."""
     top = tl.max(tl.where(taken != 0, float("-inf"), values), 1)
-    found = tl.min(tl.where((values == top[:, None]) & (taken == 0), ids, SIZE), 1)
-    return tl.minimum(found, SIZE - 1)
+    index = tl.min(tl.where((values == top[:, None]) & (taken == 0), ids, SIZE), 1)
+    return tl.minimum(index, SIZE - 1)
 
 
 @triton.jit
@@ -58,17 +58,17 @@ def _route(
     at = row[:, None] * SIZE + column[None, :]
     x = tl.load(logits + at, inside, float("-inf"))
     if SIGMOID:
-        made = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+        score = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
     else:
         top = tl.max(x, 1)
         mass = tl.where(inside, tl.exp(x - top[:, None]), 0.0)
-        made = tl.div_rn(mass, tl.broadcast_to(tl.sum(mass, 1)[:, None], mass.shape))
-    tl.store(scores + at, made, inside)
+        score = tl.div_rn(mass, tl.broadcast_to(tl.sum(mass, 1)[:, None], mass.shape))
+    tl.store(scores + at, score, inside)
     ids = tl.broadcast_to(column[None, :], x.shape)
     taken = (ids >= SIZE).to(tl.int32)
-    values = made
+    values = score
     if HAS_BIAS:
-        values = made + tl.load(bias + column, column < SIZE, 0.0)[None, :]
+        values = score + tl.load(bias + column, column < SIZE, 0.0)[None, :]
     values = tl.where(values == values, values, float("-inf"))
     if GROUPS > 1:
         kept = _best_groups(values, ids, SIZE, GROUPS, TOP_GROUPS, ROWS, GROUPS_WIDE)
@@ -83,7 +83,7 @@ def _route(
             best = _best(values, taken, ids, SIZE)
             taken = tl.where(ids == best[:, None], 1, taken)
         tl.store(chosen + row * TOP + s, best.to(tl.int64), row < tokens)
-        weight = tl.sum(tl.where(ids == best[:, None], made, 0.0), 1)
+        weight = tl.sum(tl.where(ids == best[:, None], score, 0.0), 1)
         total += weight
         picked = tl.where(slots == s, weight[:, None], picked)
     if NORMALISE:

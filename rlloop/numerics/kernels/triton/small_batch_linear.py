@@ -39,14 +39,14 @@ ONE, END_TO_END, GATED = (gl.constexpr(i) for i in range(3))  # how a launch use
 
 @gluon.jit
 def _copy_tile(
-    first, second, third, tile, second_tile, arrived, row, k, part, FORM: gl.constexpr, wanted,
+    first, second, third, tile, second_tile, arrived, row, k, w_index, FORM: gl.constexpr, wanted,
 ):  # fmt: skip
     """Starts the copy of a weight's tile from its row `row` and column k on, if it is `wanted`; of weights end to end
-    it is that of number `part`, and GATED wants both."""
+    it is that of number `w_index`, and GATED wants both."""
     if FORM == END_TO_END:
-        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted & (part == 0))
-        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted & (part == 1))
-        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted & (part == 2))
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted & (w_index == 0))
+        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted & (w_index == 1))
+        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted & (w_index == 2))
     else:
         tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted)
     if FORM == GATED:
@@ -55,18 +55,18 @@ def _copy_tile(
 
 @gluon.jit
 def _fetch(
-    xs, first, second, third, first_down, second_down, third_down, x_tile, w_tile, u_tile, arrived, row, w_row, k, part,
-    reduces, FORM: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr, RANK: gl.constexpr, wanted,
+    xs, first, second, third, first_down, second_down, third_down, x_tile, w_tile, u_tile, arrived, row, w_row, k,
+    w_index, reduces, FORM: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr, RANK: gl.constexpr, wanted,
 ):  # fmt: skip
     """Starts the copy of one stage, if it is `wanted`; who `reduces` has factors A in place of weights."""
     mbarrier.expect(arrived, BYTES, wanted)
     if RANK > 0:
         _copy_tile(
-            first_down, second_down, third_down, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted & reduces
+            first_down, second_down, third_down, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted & reduces
         )  # fmt: skip
-        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted & (reduces == 0))
+        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted & (reduces == 0))
     else:
-        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, part, FORM, wanted)
+        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted)
     tma.async_copy_global_to_shared(xs, [row, k], arrived, x_tile.slice(0, ROWS), wanted)
 
 
@@ -79,22 +79,22 @@ def _reduced(
     row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
     column = gl.expand_dims(gl.arange(0, RANK, gl.SliceLayout(0, WIDE)), 0)
     at = z + (first_row + row).to(gl.int64) * RANK + column
-    made = gl.load(at, (row < ROWS) & (first_row + row < rows) & (column < RANK), 0.0, cache_modifier=".cg")
+    values = gl.load(at, (row < ROWS) & (first_row + row < rows) & (column < RANK), 0.0, cache_modifier=".cg")
     SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
-    return gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, made)
+    return gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, values)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _few_rows(
     xs, first, second, third, first_down, second_down, third_down, first_up, second_up, third_up, z, slots, sole,
-    progress, bias, out, second_out, third_out, rows, outputs, width, places, stride, rank, FIRST: gl.constexpr,
+    progress, bias, out, second_out, third_out, rows, outputs, width, addresses, stride, rank, FIRST: gl.constexpr,
     SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
     SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, PLACES: gl.constexpr,
     RANK: gl.constexpr, HAS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
-    `places` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
+    `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
     multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T of each
@@ -114,10 +114,10 @@ def _few_rows(
     task = gl.program_id(0) // row_tiles - Z_TASKS
     reduces = task < 0
     if FORM == END_TO_END:
-        part = (task * OUTPUTS >= FIRST).to(gl.int32) + (task * OUTPUTS >= FIRST + SECOND).to(gl.int32)
-        begins = gl.where(part == 0, 0, gl.where(part == 1, FIRST, FIRST + SECOND))
+        w_index = (task * OUTPUTS >= FIRST).to(gl.int32) + (task * OUTPUTS >= FIRST + SECOND).to(gl.int32)
+        begins = gl.where(w_index == 0, 0, gl.where(w_index == 1, FIRST, FIRST + SECOND))
     else:
-        part, begins = 0, 0
+        w_index, begins = 0, 0
     first_output = task * OUTPUTS - begins
     w_row = first_output
     x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
@@ -138,12 +138,12 @@ def _few_rows(
         if HAS_SLOTS:
             slot = gl.load(sole).to(gl.int32)
         if reduces:
-            part = (task + Z_TASKS) // Z_TILES
+            w_index = (task + Z_TASKS) // Z_TILES
             first_output = (task + Z_TASKS) % Z_TILES * OUTPUTS
             w_row = slot * rank + first_output
         own_outputs = outputs
         if FORM == END_TO_END:
-            own_outputs = gl.where(part == 0, FIRST, gl.where(part == 1, SECOND, outputs - FIRST - SECOND))
+            own_outputs = gl.where(w_index == 0, FIRST, gl.where(w_index == 1, SECOND, outputs - FIRST - SECOND))
         up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
         second_up_tile = up_tile
         if FORM == GATED:
@@ -153,13 +153,13 @@ def _few_rows(
         )  # fmt: skip
         _copy_tile(
             first_up, second_up, third_up, up_tile, second_up_tile, arrived.index(STAGES),
-            slot * own_outputs + first_output, 0, part, FORM, reduces == 0,
+            slot * own_outputs + first_output, 0, w_index, FORM, reduces == 0,
         )  # fmt: skip
     steps = gl.cdiv(width, WIDTH)
     for stage in gl.static_range(STAGES):
         _fetch(
             xs, first, second, third, first_down, second_down, third_down, x_tiles.index(stage), w_tiles.index(stage),
-            u_tiles.index(stage), arrived.index(stage), first_row, w_row, stage * WIDTH, part, reduces, FORM, ROWS,
+            u_tiles.index(stage), arrived.index(stage), first_row, w_row, stage * WIDTH, w_index, reduces, FORM, ROWS,
             BYTES, RANK, stage < steps,
         )  # fmt: skip
     sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
@@ -182,7 +182,7 @@ def _few_rows(
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         _fetch(
             xs, first, second, third, first_down, second_down, third_down, x_tiles.index(free), w_tiles.index(free),
-            u_tiles.index(free), arrived.index(free), first_row, w_row, coming * WIDTH, part, reduces, FORM, ROWS,
+            u_tiles.index(free), arrived.index(free), first_row, w_row, coming * WIDTH, w_index, reduces, FORM, ROWS,
             BYTES, RANK, (step > 0) & (coming < steps),
         )  # fmt: skip
     # At once: with other instructions in between, the assembler makes every product wait for the one before.
@@ -202,7 +202,7 @@ def _few_rows(
             has = inside & (output < rank)
             if HAS_SLOTS:
                 has = has & (gl.load(slots + first_row + row, (row < ROWS) & (first_row + row < rows), -1) == slot)
-            at = z + ((part * rows + first_row + row) * RANK).to(gl.int64) + output
+            at = z + ((w_index * rows + first_row + row) * RANK).to(gl.int64) + output
             gl.store(at, gl.where(has, sums, 0.0).to(z.dtype.element_ty), inside)
             if FORM == GATED:
                 gl.store(at + rows * RANK, gl.where(has, ups, 0.0).to(z.dtype.element_ty), inside)
@@ -212,7 +212,7 @@ def _few_rows(
         while gl.atomic_add(ready, 0, sem="acquire") < Z_TASKS:
             pass
         gl.thread_barrier()
-        z_tile = _reduced(z + part.to(gl.int64) * rows * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
+        z_tile = _reduced(z + w_index.to(gl.int64) * rows * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
         second_z_tile = z_tile
         if FORM == GATED:
             second_z_tile = _reduced(z + rows.to(gl.int64) * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
@@ -233,9 +233,9 @@ def _few_rows(
         g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
         sums = g / (1.0 + gl.exp(-g)) * u
     if FORM == END_TO_END:
-        if part == 2:
+        if w_index == 2:
             out, stride, outputs = third_out, stride - FIRST - SECOND, outputs - FIRST - SECOND
-        elif part == 1:
+        elif w_index == 1:
             out, stride, outputs = second_out, SECOND, SECOND
         else:
             stride, outputs = FIRST, FIRST
@@ -254,8 +254,8 @@ def _few_rows(
         output = first_output + gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(0, WIDE)), 0)
         at = (first_row + row).to(gl.int64) * stride + output
         inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
-        for place in gl.static_range(PLACES):
-            gl.store(gl.multiple_of(gl.load(places + place).to(out.dtype), 16) + at, sums, inside)
+        for index in gl.static_range(PLACES):
+            gl.store(gl.multiple_of(gl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
     if RANK > 0:
         ready = progress + first_row // ROWS * 2
         if gl.atomic_add(ready + 1, 1) == gl.num_programs(0) // row_tiles - Z_TASKS - 1:
@@ -311,7 +311,7 @@ def takes(factors: Sequence[Factors | None]) -> bool:
 
 
 def _launch(
-    x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, outs: tuple[Tensor, ...], places: Tensor | None,
+    x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, outs: tuple[Tensor, ...], addresses: Tensor | None,
     tiles: Tiles, form: int, adapter: Adapter | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
@@ -344,21 +344,22 @@ def _launch(
     _few_rows[(row_tiles * (triton.cdiv(outputs, tiles.outputs) + tasks),)](
         _described(aligned(x), tiles.rows, tiles.width), first, second, third, first_down, second_down, third_down,
         first_up, second_up, third_up, z, slots, sole, progress, out if bias is None else aligned(bias), out,
-        second_out, third_out, rows, outputs, width, out if places is None else places, stride, rank,
+        second_out, third_out, rows, outputs, width, out if addresses is None else addresses, stride, rank,
         FIRST=len(weights[0]), SECOND=len((weights * 2)[1]), FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
         WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
-        PLACES=0 if places is None else len(places), RANK=columns,
+        PLACES=0 if addresses is None else len(addresses), RANK=columns,
         HAS_SLOTS=adapter is not None and adapter.slots is not None, num_warps=4, launch_pdl=tiles.early,
         enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, places: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, addresses: Tensor | None = None,
     adapter: Adapter | None = None,
 ) -> None:  # fmt: skip
-    """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `places`: see `chain`."""
-    _launch(x, (weight,), bias, (out,), places, tiles, ONE.value, adapter)
+    """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `addresses`: see
+    `chain`."""
+    _launch(x, (weight,), bias, (out,), addresses, tiles, ONE.value, adapter)
 
 
 def products(
@@ -371,9 +372,9 @@ def products(
 
 
 def gated(
-    x: Tensor, gate: Tensor, up: Tensor, out: Tensor, tiles: Tiles, places: Tensor | None = None,
+    x: Tensor, gate: Tensor, up: Tensor, out: Tensor, tiles: Tiles, addresses: Tensor | None = None,
     adapter: Adapter | None = None,
 ) -> None:  # fmt: skip
-    """out [T, F] = silu_mul of x [T, K] times gate and up [F, K]. `places`: see `chain`."""
+    """out [T, F] = silu_mul of x [T, K] times gate and up [F, K]. `addresses`: see `chain`."""
     assert tiles.swapped
-    _launch(x, (gate, up), None, (out,), places, tiles, GATED.value, adapter)
+    _launch(x, (gate, up), None, (out,), addresses, tiles, GATED.value, adapter)

@@ -86,10 +86,10 @@ def tiles_of(
     rows, width = x.shape
     if rows == 0 or x.itemsize != 2 or width == 0 or width % 8:
         return None
-    found = (
+    fitting = (
         tiles
         for most_rows, most, tiles in table
         if (most_rows is None or rows <= most_rows) and (most is None or outputs <= most)
     )
-    tiles = next(found, None)
+    tiles = next(fitting, None)
     return None if tiles is None or any(len(weight) % tiles.outputs for weight in weights) else tiles

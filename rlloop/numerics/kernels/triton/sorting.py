@@ -128,12 +128,12 @@ def _sort(
 def _count(chosen, counts, rows, span, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """A program `span` choices: how many of each group there are."""
     begin, lane = tl.program_id(0) * span, tl.arange(0, BLOCK)
-    found = tl.zeros((WIDE,), tl.int32)
+    histogram = tl.zeros((WIDE,), tl.int32)
     for at in range(begin, min(begin + span, rows), BLOCK):
         inside = at + lane < rows
         each = tl.load(chosen + at + lane, inside, 0).to(tl.int32)
-        found += tl.histogram(each, WIDE, inside & (each < WIDE))
-    tl.store(counts + tl.program_id(0) * WIDE + tl.arange(0, WIDE), found)
+        histogram += tl.histogram(each, WIDE, inside & (each < WIDE))
+    tl.store(counts + tl.program_id(0) * WIDE + tl.arange(0, WIDE), histogram)
 
 
 @triton.jit(do_not_specialize=["rows", "tasks", "span"])
@@ -146,9 +146,9 @@ def _place(
         gdc_launch_dependents()
     group, part = tl.program_id(0), tl.program_id(1)
     each_group, each_part, lane = tl.arange(0, WIDE)[None, :], tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK)
-    found = tl.load(counts + each_part * WIDE + each_group, each_part < tl.num_programs(1), 0)
-    begin = tl.sum(tl.sum(tl.where(each_group < group, found, 0), 1), 0)
-    mine = tl.sum(tl.where(each_group == group, found, 0), 1)
+    part_counts = tl.load(counts + each_part * WIDE + each_group, each_part < tl.num_programs(1), 0)
+    begin = tl.sum(tl.sum(tl.where(each_group < group, part_counts, 0), 1), 0)
+    mine = tl.sum(tl.where(each_group == group, part_counts, 0), 1)
     count = tl.sum(mine, 0)
     if part == 0:
         tl.store(offsets + group, begin.to(tl.int64))

@@ -63,8 +63,8 @@ def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale
     owner = torch.searchsorted(layout.query_start, torch.arange(tokens, device=q.device), right=True) - 1
     seen = layout.context[owner] + torch.arange(tokens, device=q.device) - layout.query_start[owner] + 1
     for begin in range(0, tokens, step):
-        part = slice(begin, min(begin + step, tokens))
-        scores = torch.empty(part.stop - begin, room, device=q.device)
+        rows = slice(begin, min(begin + step, tokens))
+        scores = torch.empty(rows.stop - begin, room, device=q.device)
         _scores[(len(scores), triton.cdiv(room, TILE))](
             q, k, weights, layout.query_start, layout.context, layout.block_start.contiguous(), scores,
             len(layout.context), blocks, layout.block_size, begin, room, scale, HEADS=heads,
@@ -72,9 +72,9 @@ def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale
         )  # fmt: skip
         best = scores.sort(dim=-1, descending=True, stable=True)[1][:, :most]  # among equals the lowest first
         # A query with few positions takes them all; what lies beyond is no position.
-        best = torch.where(ordinal[:most] < seen[part, None], best, room)
+        best = torch.where(ordinal[:most] < seen[rows, None], best, room)
         best = best.sort(dim=-1)[0]
-        selected[part, :most] = torch.where(best < room, best, -1)
+        selected[rows, :most] = torch.where(best < room, best, -1)
     return selected
 
 

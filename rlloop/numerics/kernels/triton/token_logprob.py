@@ -32,8 +32,8 @@ def _chunks(
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
         logits = products.product(hidden[rows], weight, None, torch.float32)
-        if found := rows_of(terms, rows):
-            logits = continued(logits, None, torch.float32, *found)
+        if row_terms := rows_of(terms, rows):
+            logits = continued(logits, None, torch.float32, *row_terms)
         yield rows, Rows(logits, processing.rows(rows.start, rows.stop), raw=raw)
 
 
@@ -62,8 +62,8 @@ def token_logprob_backward(
     grad_weight = torch.zeros_like(weight if of_weight else weight[:0], dtype=torch.float32)
     grad_z, grad_up = (torch.zeros(0 if x is None else x.shape, device=hidden.device) for x in (z, up))
     for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, (z, up, slots, ranks)):
-        given = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
-        grad_logits = measured.gradient(*given, hidden.dtype)
+        arguments = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
+        grad_logits = measured.gradient(*arguments, hidden.dtype)
         grad_hidden[rows] = torch.mm(grad_logits, weight)
         if of_weight:
             grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)

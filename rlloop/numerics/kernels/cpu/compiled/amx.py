@@ -120,22 +120,22 @@ def tile_sums(num_rows: int, num_columns: int) -> Any:
                     for tile, _ in totals:
                         _call(builder, "tilezero", tile)
                 with resume:
-                    for tile, place in totals:
-                        _call(builder, "tileloadd64", tile, place, bytes_of(sums_stride))
+                    for tile, tile_address in totals:
+                        _call(builder, "tileloadd64", tile, tile_address, bytes_of(sums_stride))
             with cgutils.for_range(builder, blocks, intp=_LONG) as loop:
                 row = builder.add(rows_at, builder.mul(loop.index, _long(PAIRS)))
                 lane = builder.add(lanes_at, builder.mul(loop.index, lanes_step))
                 for r in range(num_rows):
-                    place = address(rows, down(row, rows_stride, r))
-                    _call(builder, "tileloadd64", register(4 + r), place, bytes_of(rows_stride))
+                    tile_address = address(rows, down(row, rows_stride, r))
+                    _call(builder, "tileloadd64", register(4 + r), tile_address, bytes_of(rows_stride))
                 for c in range(num_columns):
-                    place = address(lanes, builder.add(lane, builder.mul(lanes_stride, _long(c))))
-                    _call(builder, "tileloadd64", register(6 + c), place, _long(4 * LANES))
+                    tile_address = address(lanes, builder.add(lane, builder.mul(lanes_stride, _long(c))))
+                    _call(builder, "tileloadd64", register(6 + c), tile_address, _long(4 * LANES))
                 for r in range(num_rows):
                     for c in range(num_columns):
                         _call(builder, "tdpbf16ps", *map(register, (2 * r + c, 4 + r, 6 + c)))
-            for tile, place in totals:
-                _call(builder, "tilestored64", tile, place, bytes_of(sums_stride))
+            for tile, tile_address in totals:
+                _call(builder, "tilestored64", tile, tile_address, bytes_of(sums_stride))
             return context.get_dummy_value()
 
         return signature, generate
@@ -207,15 +207,15 @@ def _add_tiles(rows, rows_at, rows_stride, count, lanes, tiles, blocks, pairs, s
             _set_form(form, upper, max(lower, 1), pairs)
         at, to = rows_at + first * rows_stride, sums_at + first * sums_stride
         for tile in range(0, tiles, 2):
-            place, lane = to + tile * LANES, tile * TILE
+            column, lane = to + tile * LANES, tile * TILE
             if lower > 0 and tiles - tile > 1:
-                _tiles_2x2(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, place, sums_stride, fresh)
+                _tiles_2x2(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, column, sums_stride, fresh)
             elif lower > 0:
-                _tiles_2x1(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, place, sums_stride, fresh)
+                _tiles_2x1(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, column, sums_stride, fresh)
             elif tiles - tile > 1:
-                _tiles_1x2(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, place, sums_stride, fresh)
+                _tiles_1x2(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, column, sums_stride, fresh)
             else:
-                _tiles_1x1(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, place, sums_stride, fresh)
+                _tiles_1x1(rows, at, rows_stride, lanes, lane, TILE, step, blocks, sums, column, sums_stride, fresh)
 
 
 def _add_pairs(rows, rows_at, rows_stride, count, lanes, tiles, pairs, sums, sums_at, sums_stride, fresh):

@@ -173,11 +173,11 @@ def forward(
         item = tasks - 1 - task  # last task first: the later queries of a sequence have more to read
         while first_task[sequence] > item:
             sequence -= 1
-        part, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
+        chunk_index, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
         if group == groups - 1 and sequence > 0:  # the first group of a sequence, since items descend
             _fetch(k, v, v_step, block_start, (sequence - 1) * blocks, context[sequence - 1], block_size, groups, width)
         token, offset = query_start[sequence], context[sequence]
-        begin = part * chunk
+        begin = chunk_index * chunk
         num_rows = min(chunk, (query_start[sequence + 1] - token) * share - begin)
         for r in range(num_rows):
             row = (token + (begin + r) // share) * heads + group * share + (begin + r) % share

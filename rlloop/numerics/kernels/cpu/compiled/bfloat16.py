@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.cpu.compiled.amx import HAS_AMX
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel, stay_apart, threads_for
-from rlloop.numerics.kernels.cpu.compiled.simd import LANES, emit_splat, intrinsic
-from rlloop.numerics.kernels.cpu.compiled.tiles import WIDE, emit_data, emit_vector_at
+from rlloop.numerics.kernels.cpu.compiled.simd import LANES, intrinsic
+from rlloop.numerics.kernels.cpu.compiled.tiles import WIDE, emit_data, emit_products, emit_vector_at
 
 BLOCK = 32  # terms
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -64,8 +64,8 @@ def flush_subnormals(typing, flush):
 
     def generate(context, builder, signature, args):
         if X86:  # elsewhere they stay what they are, which only sums that small can show
-            place = cgutils.alloca_once(builder, _INT)
-            address = builder.bitcast(place, _BYTE.as_pointer())
+            mxcsr = cgutils.alloca_once(builder, _INT)
+            address = builder.bitcast(mxcsr, _BYTE.as_pointer())
             kind = ir.FunctionType(ir.VoidType(), [address.type])
             read, write = (
                 cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{name}")
@@ -73,8 +73,8 @@ def flush_subnormals(typing, flush):
             )
             builder.call(read, [address])
             both = ir.Constant(_INT, 0x8040)
-            set_, unset = builder.or_(builder.load(place), both), builder.and_(builder.load(place), builder.not_(both))
-            builder.store(builder.select(args[0], set_, unset), place)
+            set_, unset = builder.or_(builder.load(mxcsr), both), builder.and_(builder.load(mxcsr), builder.not_(both))
+            builder.store(builder.select(args[0], set_, unset), mxcsr)
             builder.call(write, [address])
         return context.get_dummy_value()
 
@@ -96,13 +96,10 @@ def block_sums(num_rows: int, num_tiles: int) -> Any:
         def generate(context, builder, signature, args):
             lanes, rows, sums = (emit_data(context, builder, signature.args[i], args[i]) for i in (0, 3, 7))
             _, lanes_at, lanes_stride, _, rows_at, rows_stride, depth, _, sums_at, sums_stride, fresh = args
-            fma = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-            )
             starts = [
                 builder.gep(rows, [builder.add(rows_at, builder.mul(rows_stride, _long(r)))]) for r in range(num_rows)
             ]
-            places = [
+            addresses = [
                 emit_vector_at(
                     builder,
                     sums,
@@ -118,36 +115,30 @@ def block_sums(num_rows: int, num_tiles: int) -> Any:
                 loop, body, done = (builder.append_basic_block(name) for name in ("terms", "term", "summed"))
                 builder.branch(loop)
                 builder.position_at_end(loop)
-                k, totals = builder.phi(_LONG), [builder.phi(_VECTOR) for _ in places]
+                k, totals = builder.phi(_LONG), [builder.phi(_VECTOR) for _ in addresses]
                 k.add_incoming(first, before)
                 for total in totals:
                     total.add_incoming(_ZERO, before)
                 builder.cbranch(builder.icmp_signed("<", k, end), body, done)
                 builder.position_at_end(body)
                 at = builder.add(lanes_at, builder.mul(k, lanes_stride))
-                values = [
-                    builder.load(emit_vector_at(builder, lanes, builder.add(at, _long(t * LANES))), align=4)
-                    for t in range(num_tiles)
-                ]
-                for r, start in enumerate(starts):
-                    factor = emit_splat(builder, builder.load(builder.gep(start, [k])))
-                    for t, value in enumerate(values):
-                        total = totals[r * num_tiles + t]
-                        total.add_incoming(builder.call(fma, [factor, value, total]), body)
+                emit_products(builder, lanes, at, [builder.gep(start, [k]) for start in starts], totals)
                 k.add_incoming(builder.add(k, _long(2)), body)
                 builder.branch(loop)
                 builder.position_at_end(done)
                 return totals
 
             with builder.if_then(fresh):
-                for place in places:
-                    builder.store(_ZERO, place, align=4)
+                for address in addresses:
+                    builder.store(_ZERO, address, align=4)
             with cgutils.for_range_slice(builder, _long(0), depth, _long(BLOCK), _LONG) as (begin, _):
                 end = builder.add(begin, _long(BLOCK))
                 end = builder.select(builder.icmp_signed("<", end, depth), end, depth)
                 even, odd = chains(begin, end), chains(builder.add(begin, _long(1)), end)
-                for place, one, other in zip(places, even, odd, strict=True):
-                    builder.store(builder.fadd(builder.load(place, align=4), builder.fadd(one, other)), place, align=4)
+                for address, one, other in zip(addresses, even, odd, strict=True):
+                    builder.store(
+                        builder.fadd(builder.load(address, align=4), builder.fadd(one, other)), address, align=4
+                    )
             return context.get_dummy_value()
 
         return signature, generate

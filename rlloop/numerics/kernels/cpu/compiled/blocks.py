@@ -45,8 +45,8 @@ def classes(typing, patterns, index, mask, shift):
         block = _load(context, builder, *signature.args[:1], *args[:2])
         element = block.type.element
         mask, shift = (emit_splat(builder, builder.trunc(each, element), block.type) for each in args[2:])
-        found = builder.lshr(builder.and_(block, mask), shift)
-        return builder.trunc(found, _BYTES) if element.width > 8 else found
+        shifted = builder.lshr(builder.and_(block, mask), shift)
+        return builder.trunc(shifted, _BYTES) if element.width > 8 else shifted
 
     return u8x64(patterns, types.intp, types.uint32, types.uint32), generate
 

@@ -35,8 +35,8 @@ def mean_square(x, at, width):
     for block in range(0, width, BLOCK):
         lanes = splat(ZERO)
         for i in range(block, min(width, block + BLOCK), LANES):
-            part = get(x, at + i, width - i)
-            lanes = fma(part, part, lanes)
+            vector = get(x, at + i, width - i)
+            lanes = fma(vector, vector, lanes)
         total += reduce_sum(lanes)
     return total / np.float32(width)
 
@@ -66,11 +66,11 @@ def rms_norm_backward(
 ):  # fmt: skip
     """grad_x = scale (g - n mean(g n)) + grad_stream, with n the normed stream and g = grad * weight;
     weight_parts [blocks, width] = the sum of grad * n over each block of ROWS rows."""
-    part = take(counter)
-    while part * ROWS < len(scales):
-        sums = part * width
+    block = take(counter)
+    while block * ROWS < len(scales):
+        sums = block * width
         weight_parts[sums : sums + width] = ZERO
-        for row in range(part * ROWS, min(len(scales), (part + 1) * ROWS)):
+        for row in range(block * ROWS, min(len(scales), (block + 1) * ROWS)):
             at, scale, lanes = row * width, splat(scales[row]), splat(ZERO)
             for i in range(0, width, LANES):
                 left = width - i
@@ -86,7 +86,7 @@ def rms_norm_backward(
                 if has_grad_stream:
                     total = add(total, get(grad_stream, at + i, left))
                 put(grad_x, at + i, left, total)
-        part = take(counter)
+        block = take(counter)
 
 
 @kernel

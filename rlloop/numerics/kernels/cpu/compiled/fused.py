@@ -90,8 +90,8 @@ def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, kind,
             for n in range(0, min(span, columns - column), LANES):
                 store(rounded, 0, load(gates, row * span + n))
                 store(rounded, LANES, load(ups, row * span + n))
-                made = silu_times(load(rounded, 0), load(rounded, LANES))
-                put(out, (first + row) * columns + column + n, columns - column - n, made)
+                gated = silu_times(load(rounded, 0), load(rounded, LANES))
+                put(out, (first + row) * columns + column + n, columns - column - n, gated)
         task = take(counter)
 
 
@@ -113,8 +113,8 @@ def _turned(x, at, weight, eps, normed, cos, sin, table, half, line, out, to):
     width = 2 * half
     scale = splat(np.float32(1) / np.sqrt(mean_square(x, at, width) + eps) if normed else np.float32(1))
     for i in range(0, width, LANES):
-        part = get(x, at + i, width - i)
-        put(line, i, width - i, mul(mul(part, scale), get(weight, i, width - i)) if normed else part)
+        vector = get(x, at + i, width - i)
+        put(line, i, width - i, mul(mul(vector, scale), get(weight, i, width - i)) if normed else vector)
     for i in range(0, half, LANES):
         left = half - i
         c, s = get(cos, table + i, left), get(sin, table + i, left)
@@ -132,13 +132,13 @@ def _cache_write(
     begin = take(counter) * TOKENS
     while begin < len(positions):
         for token in range(begin, min(len(positions), begin + TOKENS)):
-            table, place, first = positions[token] * half, slots[token] * groups * width, token * groups * width
+            table, cache_offset, first = positions[token] * half, slots[token] * groups * width, token * groups * width
             for at in range(token * heads * width, (token + 1) * heads * width, width):
                 _turned(q, at, q_weight, eps, normed, cos, sin, table, half, line, out, at)
             for i in range(0, groups * width, width):
-                _turned(k, first + i, k_weight, eps, normed, cos, sin, table, half, line, keys, place + i)
+                _turned(k, first + i, k_weight, eps, normed, cos, sin, table, half, line, keys, cache_offset + i)
             for i in range(0, groups * width, LANES):
-                put(values, place + i, groups * width - i, get(v, first + i, groups * width - i))
+                put(values, cache_offset + i, groups * width - i, get(v, first + i, groups * width - i))
         begin = take(counter) * TOKENS
 
 

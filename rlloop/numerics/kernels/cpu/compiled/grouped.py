@@ -75,9 +75,9 @@ def plan(counts: np.ndarray, columns: int, kind: np.int64, rows_by_row: bool) ->
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         tiles, chunk = 4, min(96, -(-most // LANES) * LANES)
     else:  # a group's weights are packed for each chunk of its rows, so the fewest chunks that fit, of equal size
-        parts = max(1, -(-most // MOST_ROWS))
+        chunks = max(1, -(-most // MOST_ROWS))
         tiles, together = (4, 2 * ROWS) if kind == AMX else (tiles_for(most, columns), MAIN)
-        chunk = -(-most // parts // together) * together
+        chunk = -(-most // chunks // together) * together
     strips = -(-columns // (tiles * LANES))
     first_task = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(-(-counts // chunk) * strips, out=first_task[1:])

@@ -124,14 +124,14 @@ class _Pool:
         """Calls function(*args) here and, for as long as that takes, in up to `helpers` other threads."""
         if self.size < helpers:
             self._grow(helpers)
-        places, done = [None] * helpers, SimpleQueue()
+        permits, done = [None] * helpers, SimpleQueue()
         for _ in range(helpers):
-            self.jobs.put((function, args, places, done))
+            self.jobs.put((function, args, permits, done))
         function(*args)
         begun = helpers
-        while places:  # a helper that has not begun finds no place left and turns to the next job
+        while permits:  # a helper that has not begun finds no permit left and turns to the next job
             with suppress(IndexError):
-                places.pop()
+                permits.pop()
                 begun -= 1
         for _ in range(begun):
             done.get()
@@ -144,14 +144,14 @@ class _Pool:
 
     def _help(self) -> None:
         while True:
-            function, args, places, done = self.jobs.get()
+            function, args, permits, done = self.jobs.get()
             try:
-                places.pop()
+                permits.pop()
             except IndexError:
                 continue
             function(*args)
             done.put(None)
-            del function, args, places, done
+            del function, args, permits, done
 
 
 _POOL = _Pool()

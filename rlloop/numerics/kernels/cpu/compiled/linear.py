@@ -70,10 +70,10 @@ def room_for_lanes(kind):
 @inlined
 def room_for_sums(chunk, tiles, width, segment):
     """Memory for the sums of `add_strip`: each that the counter may hold, and the chain in progress."""
-    places, segments = 1, (width - 1) // segment
+    buffers, segments = 1, (width - 1) // segment
     while segments > 0:
-        places, segments = places + 1, segments // 2
-    return np.empty(chunk * tiles * LANES * places, np.float32)
+        buffers, segments = buffers + 1, segments // 2
+    return np.empty(chunk * tiles * LANES * buffers, np.float32)
 
 
 @kernel
@@ -165,12 +165,12 @@ def product(
     float32, or pairs of bfloat16 (`AMX`). The others are of any float kind. A task makes `chunk` rows of 16 * tiles
     columns.
     """
-    strips, parts = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
+    strips, chunks = (columns + tiles * LANES - 1) // (tiles * LANES), (num_rows + chunk - 1) // chunk
     packed, starts = room_for_lanes(kind), np.empty(tiles * LANES, np.int64)
     panel = np.empty(0 if rows_by_row else PACKED // (tiles * LANES) * chunk, np.float32)
     sums = room_for_sums(chunk, tiles, width, segment)
     task = take(counter)
-    while task < strips * parts:
+    while task < strips * chunks:
         column, first = task % strips * tiles * LANES, task // strips * chunk
         count = min(chunk, num_rows - first)
         add_strip(
@@ -187,18 +187,18 @@ def plan(
     """(tiles, chunk) for `product`."""
     if kind == AMX:
         strips = -(-columns // (4 * LANES))
-        parts = max(-(-num_rows // MOST_ROWS), -(-3 * threads // strips) if threads > 1 else 1)
-        return 4, min(num_rows, -(-num_rows // parts // 32) * 32)
+        chunks = max(-(-num_rows // MOST_ROWS), -(-3 * threads // strips) if threads > 1 else 1)
+        return 4, min(num_rows, -(-num_rows // chunks // 32) * 32)
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
-        parts = max(-(-num_rows // 96), -(-threads // -(-columns // (4 * LANES))))
-        return 4, -(-num_rows // parts // LANES) * LANES
+        chunks = max(-(-num_rows // 96), -(-threads // -(-columns // (4 * LANES))))
+        return 4, -(-num_rows // chunks // LANES) * LANES
     if num_rows <= FEW_ROWS and (width <= 1024 or not by_row):
         return 4, num_rows
     tiles = tiles_for(num_rows, columns)
     strips = -(-columns // (tiles * LANES))
     shares = -(-3 * threads // strips) if threads > 1 else 1  # enough to share out evenly
-    parts = max(-(-num_rows // MOST_ROWS), shares)
-    return tiles, min(num_rows, -(-num_rows // parts // MAIN) * MAIN)
+    chunks = max(-(-num_rows // MOST_ROWS), shares)
+    return tiles, min(num_rows, -(-num_rows // chunks // MAIN) * MAIN)
 
 
 def tiles_for(num_rows: int, columns: int) -> int:

@@ -188,7 +188,7 @@ def scan_backward(
     for s in range(len(query_start) - 1):
         longest = max(longest, query_start[s + 1] - query_start[s])
     marks = np.empty((longest + SPAN - 1) // SPAN * size, np.float32)
-    found = np.empty(SPAN * size, np.float32)
+    span_states = np.empty(SPAN * size, np.float32)
     state, slope = np.empty(size, np.float32), np.empty(size, np.float32)
     read, written, slopes = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     task = take(counter)
@@ -208,12 +208,12 @@ def scan_backward(
                 begin, end = span * SPAN, min(count, (span + 1) * SPAN)
                 state[:] = marks[span * size : (span + 1) * size]
                 for n in range(begin, end):
-                    found[(n - begin) * size : (n - begin + 1) * size] = state
+                    span_states[(n - begin) * size : (n - begin + 1) * size] = state
                     t = first + n
                     key_at, at, gate = (t * groups + g) * key_width, (t * heads + h) * width, t * heads + h
                     _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)
                 for n in range(end - 1, begin - 1, -1):
-                    t, before = first + n, found[(n - begin) * size : (n - begin + 1) * size]
+                    t, before = first + n, span_states[(n - begin) * size : (n - begin + 1) * size]
                     key_at, at, gate = (t * groups + g) * key_width, (t * heads + h) * width, t * heads + h
                     state[:] = before
                     _write(state, k, key_at, v, at, key_width, width, decay[gate], beta[gate], corrects, read, written)

@@ -80,10 +80,10 @@ def _keep_best_groups(values, count, groups, top_groups, worth):
 
 @parallel_kernel
 def route(
-    counter, logits, bias, has_bias, count, top_k, sigmoid, groups, top_groups, normalise, epsilon, scale, given,
+    counter, logits, bias, has_bias, count, top_k, sigmoid, groups, top_groups, normalise, epsilon, scale, replay,
     scores, chosen, weights,
 ):  # fmt: skip
-    """`routing.Routing` over rows of `count` logits. `given`: `chosen` is an input, and only weights are computed."""
+    """`routing.Routing` over rows of `count` logits. `replay`: `chosen` is an input, and only weights are computed."""
     values, worth = np.empty(count, np.float32), np.empty(groups, np.float32)
     tokens = len(logits) // count
     begin = take(counter) * ROWS
@@ -94,7 +94,7 @@ def route(
                 _sigmoid(logits, at, count, scores)
             else:
                 _softmax(logits, at, count, scores)
-            if not given:
+            if not replay:
                 for e in range(count):
                     value = scores[at + e] + bias[e] if has_bias else scores[at + e]
                     values[e] = value if value == value else MINUS_INFINITY
@@ -117,11 +117,11 @@ def route(
 def _by_expert(chosen, at, top_k, order):
     """The slots of one token in ascending order of expert."""
     for s in range(top_k):
-        place = s
-        while place > 0 and chosen[at + order[place - 1]] > chosen[at + s]:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = s
+        index = s
+        while index > 0 and chosen[at + order[index - 1]] > chosen[at + s]:
+            order[index] = order[index - 1]
+            index -= 1
+        order[index] = s
 
 
 @parallel_kernel

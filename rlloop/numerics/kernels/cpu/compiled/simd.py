@@ -145,13 +145,13 @@ def emit_load_part(builder: Any, address: Any, count: Any) -> Any:
         with half:
             low = builder.load(_half_of(builder, address), align=2)
             lanes = [*range(LANES // 2), *[LANES // 2] * (LANES // 2)]  # of `low`, then of zeros
-            places = ir.Constant(ir.VectorType(_INT, LANES), lanes)
-            whole, half_end = builder.shuffle_vector(low, ir.Constant(low.type, None), places), builder.block
+            shuffle_mask = ir.Constant(ir.VectorType(_INT, LANES), lanes)
+            whole, half_end = builder.shuffle_vector(low, ir.Constant(low.type, None), shuffle_mask), builder.block
         with rest:
-            part, rest_end = masked(), builder.block
+            partial, rest_end = masked(), builder.block
     loaded = builder.phi(vector)
     loaded.add_incoming(whole, half_end)
-    loaded.add_incoming(part, rest_end)
+    loaded.add_incoming(partial, rest_end)
     return loaded
 
 
@@ -198,8 +198,8 @@ def _emit_store_part(builder: Any, address: Any, count: Any, value: Any) -> None
     with builder.if_else(_is_half(builder, count)) as (half, rest):
         with half:
             low = ir.Constant(ir.VectorType(_INT, LANES // 2), list(range(LANES // 2)))
-            part = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
-            builder.store(part, _half_of(builder, address), align=2)
+            low_half = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), low)
+            builder.store(low_half, _half_of(builder, address), align=2)
         with rest:
             mask = _mask(builder, count)
             _masked(builder, address, "store", ir.VoidType(), value, address, ir.Constant(_INT, 2), mask)
@@ -230,10 +230,10 @@ def load_up_to(typing, array, index, count):
             with whole:
                 full, full_end = builder.load(address, align=2), builder.block
             with rest:
-                part, part_end = emit_load_part(builder, address, args[2]), builder.block
+                partial, partial_end = emit_load_part(builder, address, args[2]), builder.block
         loaded = builder.phi(full.type)
         loaded.add_incoming(full, full_end)
-        loaded.add_incoming(part, part_end)
+        loaded.add_incoming(partial, partial_end)
         return emit_widen(builder, kind, loaded)
 
     return f32x16(array, types.intp, types.intp), generate

@@ -46,6 +46,20 @@ def emit_vector_at(builder: Any, data: Any, index: Any, lanes: int = LANES) -> A
     return builder.bitcast(builder.gep(data, [index]), ir.VectorType(data.type.pointee, lanes).as_pointer())
 
 
+def emit_products(builder: Any, lanes: Any, at: Any, factors: list[Any], totals: list[Any]) -> None:
+    """One term of the chains in `totals`, a phi for each factor (an address) and each vector of lanes from `at` on."""
+    kind, tiles = ir.FunctionType(_VECTOR, [_VECTOR] * 3), len(totals) // len(factors)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    vectors = [
+        builder.load(emit_vector_at(builder, lanes, builder.add(at, _number(t * LANES))), align=4) for t in range(tiles)
+    ]
+    for r, address in enumerate(factors):
+        factor = emit_splat(builder, builder.load(address))
+        for t, vector in enumerate(vectors):
+            total = totals[r * tiles + t]
+            total.add_incoming(builder.call(fma, [factor, vector, total]), builder.block)
+
+
 def chains(num_rows: int, num_tiles: int) -> Any:
     """A function for kernels that adds `depth` products to each of num_rows x (16 * num_tiles) sums.
 
@@ -70,14 +84,11 @@ def chains(num_rows: int, num_tiles: int) -> Any:
                 return builder.add(base, builder.add(builder.mul(stride, _number(times)), _number(more)))
 
             starts = [builder.gep(rows, [offset(rows_at, rows_stride, r)]) for r in range(num_rows)]
-            places = [
+            addresses = [
                 emit_vector_at(builder, sums, offset(sums_at, sums_stride, r, t * LANES))
                 for r in range(num_rows)
                 for t in range(num_tiles)
             ]
-            fma = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-            )
             begin, resume, loop, body, done = (
                 builder.append_basic_block(name) for name in ("begin", "resume", "loop", "body", "done")
             )
@@ -85,11 +96,11 @@ def chains(num_rows: int, num_tiles: int) -> Any:
             builder.position_at_end(begin)
             builder.cbranch(fresh, loop, resume)
             builder.position_at_end(resume)
-            resumed = [builder.load(place, align=4) for place in places]
+            resumed = [builder.load(address, align=4) for address in addresses]
             builder.branch(loop)
 
             builder.position_at_end(loop)
-            k, totals = builder.phi(_INT), [builder.phi(_VECTOR) for _ in places]
+            k, totals = builder.phi(_INT), [builder.phi(_VECTOR) for _ in addresses]
             k.add_incoming(_number(0), begin)
             k.add_incoming(_number(0), resume)
             for total, value in zip(totals, resumed, strict=True):
@@ -99,21 +110,13 @@ def chains(num_rows: int, num_tiles: int) -> Any:
 
             builder.position_at_end(body)
             at, step = builder.add(lanes_at, builder.mul(k, lanes_stride)), builder.mul(k, rows_step)
-            values = [
-                builder.load(emit_vector_at(builder, lanes, builder.add(at, _number(t * LANES))), align=4)
-                for t in range(num_tiles)
-            ]
-            for r, start in enumerate(starts):
-                factor = emit_splat(builder, builder.load(builder.gep(start, [step])))
-                for t, value in enumerate(values):
-                    total = totals[r * num_tiles + t]
-                    total.add_incoming(builder.call(fma, [factor, value, total]), body)
+            emit_products(builder, lanes, at, [builder.gep(start, [step]) for start in starts], totals)
             k.add_incoming(builder.add(k, _number(1)), body)
             builder.branch(loop)
 
             builder.position_at_end(done)
-            for place, total in zip(places, totals, strict=True):
-                builder.store(total, place, align=4)
+            for address, total in zip(addresses, totals, strict=True):
+                builder.store(total, address, align=4)
             return context.get_dummy_value()
 
         return signature, generate

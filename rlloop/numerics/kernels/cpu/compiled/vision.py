@@ -100,12 +100,12 @@ def layer_norm_backward(counter, x, weight, grad, eps, grad_x, weight_parts, bia
     wide = padded(width)
     line, slopes = np.empty(wide, np.float32), np.empty(wide, np.float32)
     rows = len(grad_x) // width
-    part = take(counter)
-    while part * ROWS < rows:
-        sums = part * width
+    block = take(counter)
+    while block * ROWS < rows:
+        sums = block * width
         weight_parts[sums : sums + width] = ZERO
         bias_parts[sums : sums + width] = ZERO
-        for row in range(part * ROWS, min(rows, (part + 1) * ROWS)):
+        for row in range(block * ROWS, min(rows, (block + 1) * ROWS)):
             at = row * width
             widen(x, at, width, line, 0)
             widen(grad, at, width, slopes, 0)
@@ -132,4 +132,4 @@ def layer_norm_backward(counter, x, weight, grad, eps, grad_x, weight_parts, bia
             for i in range(width):
                 slopes[i] = (slopes[i] - shift - line[i] * turn) * scale
             narrow(slopes, 0, width, grad_x, at)
-        part = take(counter)
+        block = take(counter)
