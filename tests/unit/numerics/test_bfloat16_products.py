@@ -89,6 +89,10 @@ def test_every_product_is_the_sum_of_blocks(shape, amx, without_amx):
     for by_row, given in ((True, x), (False, x.T.contiguous())):
         for lanes_by_row, lanes in ((True, weight), (False, weight.T.contiguous())):
             assert same_bits(products.product(given, by_row, lanes, lanes_by_row, torch.float32), expected)
+    groups = torch.tensor([0, 0, width, width])
+    [none, whole, nothing] = products.grouped_weight_gradient(given, lanes, groups, torch.float32)
+    assert same_bits(whole, expected)
+    assert none.abs().max() == nothing.abs().max() == 0
 
 
 def everything() -> list[Tensor]:
@@ -108,6 +112,7 @@ def everything() -> list[Tensor]:
             products.grouped_rows_gradient(draw(rows, 90), experts, False, offsets),
             products.adapted_linear(x, q, None, torch.float32, *adapters),
             products.product(draw(rows, 130), False, x, False, torch.bfloat16),
+            products.grouped_weight_gradient(draw(rows, 45), x, offsets, torch.float32),
         ]
     return results
 

@@ -12,7 +12,7 @@ from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels.cpu.compiled import grouped
 from rlloop.numerics.kernels.cpu.compiled import linear as kernels
 from rlloop.numerics.kernels.cpu.compiled.bfloat16 import AMX, CHAIN, flat_rows, kind_of, threads_of
-from rlloop.numerics.kernels.cpu.compiled.jit import flat, threads_for
+from rlloop.numerics.kernels.cpu.compiled.jit import flat
 from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, GRADIENT, NO, YES, Further
 from rlloop.numerics.layout import AdapterTerms
 from rlloop.numerics.packed import PackedWeight
@@ -156,18 +156,32 @@ def _multiply_groups(
 
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    begins = flat(offsets)
+    begins, kind = flat(offsets), kind_of(left, right)
+    if kind == AMX and np.any(np.diff(begins) % 2):
+        left, right, begins = _even_groups(left, right, begins)
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(begins)
-    out = left.new_empty(len(widths), outputs, columns, dtype=dtype)
+    if by_row := kind != CHAIN:
+        left = torch.cat([group.T.reshape(-1) for group in left.split(widths.tolist())])
+    out = right.new_empty(len(widths), outputs, columns, dtype=dtype)
     counts = np.full(len(widths), outputs)
-    first_task, tiles, chunk = grouped.plan(counts, columns, CHAIN, False)
+    first_task, tiles, chunk = grouped.plan(counts, columns, kind, by_row)
     grouped.grouped_product(
-        threads_for(len(left) * outputs * columns), lanes := flat(right.contiguous()), begins[:-1] * columns, False,
-        vectors := flat(left.float().contiguous()), begins[:-1] * outputs, False, flat(out),
-        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns, GRADIENT, CHAIN, tiles,
-        chunk, _further(None, vectors, lanes),
+        threads_of(len(right) * outputs * columns, right.numel(), kind), lanes := flat(right.contiguous()),
+        begins[:-1] * columns, False, vectors := flat_rows(left, kind),
+        begins[:-1] * outputs // (2 if kind == AMX else 1), by_row, flat(out),
+        np.arange(len(widths)) * outputs * columns, counts, widths, first_task, columns,
+        GRADIENT if kind == CHAIN else FORWARD, kind, tiles, chunk, _further(None, vectors, lanes),
     )  # fmt: skip
     return out
+
+
+def _even_groups(left: Tensor, right: Tensor, begins: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Rows of 0 behind each group of an odd number of rows, since AMX reads pairs."""
+    counts = np.diff(begins)
+    padded = np.append(0, np.cumsum(counts + counts % 2))
+    at = torch.from_numpy(np.arange(begins[-1]) + np.repeat(padded[:-1] - begins[:-1], counts))
+    left, right = (rows.new_zeros(int(padded[-1]), rows.shape[1]).index_copy_(0, at, rows) for rows in (left, right))
+    return left, right, padded
 
 
 def _whole_matrices(weight: Tensor) -> Tensor:
