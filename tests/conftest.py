@@ -38,9 +38,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = {item.path: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    waiting = [file for file, folder in files.items() if folder in WAIT]
-    computing = [file for file, folder in files.items() if folder in COMPUTE or (file in slow and folder == "unit")]
+    waiting, computing = ([file for file, folder in files.items() if folder in kind] for kind in (WAIT, COMPUTE))
     places = {file: at for at, file in enumerate(computing)} | {file: 4 * at for at, file in enumerate(waiting)}
     items.sort(key=lambda item: places.get(item.path, len(items)))
 

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from rlloop.numerics.kernels.cpu.compiled.amx import HAS_AMX
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import NumericsProfile
@@ -39,6 +38,8 @@ class Line:
 
 def examine() -> Iterator[Line]:
     """Yields each line as soon as it is known. The first run compiles kernels."""
+    from rlloop.numerics.kernels.cpu.compiled.amx import HAS_AMX  # imports numba
+
     capability = torch.backends.cpu.get_cpu_capability() + (" with AMX for bfloat16" if HAS_AMX else "")
     yield Line(None, "machine", f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads")
     packages = ("rlloop", "torch", "numba", "llvmlite", "transformers", "hydra-core")

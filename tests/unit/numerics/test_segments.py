@@ -74,21 +74,9 @@ def test_how_the_work_is_cut_changes_no_bit_and_other_chains_do() -> None:
     x, weight, out = draw(50, 2900), draw(70, 2900, seed=1), torch.empty(50, 70)
 
     def product(segment: int, threads: int, tiles: int, chunk: int) -> Tensor:
-        given = (
-            flat(weight),
-            True,
-            flat(x),
-            True,
-            flat(weight),
-            False,
-            flat(out),
-            50,
-            70,
-            2900,
-            np.int64(segment),
-            CHAIN,
-        )
-        kernels.product(threads, *given, tiles, chunk, kernels.no_further(flat(x), flat(weight)))
+        operands = flat(weight), True, flat(x), True, flat(weight), False, flat(out)
+        further = kernels.no_further(flat(x), flat(weight))
+        kernels.product(threads, *operands, 50, 70, 2900, np.int64(segment), CHAIN, tiles, chunk, further)
         return out
 
     for segment in (GRADIENT, FORWARD):

@@ -20,6 +20,7 @@ from rlloop.numerics.kernels.cpu.compiled.jit import kernel, stay_apart
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, emit_load_part, f32x16, intrinsic, store
 from rlloop.numerics.kernels.cpu.compiled.tiles import (
     emit_data,
+    emit_number,
     emit_vector_at,
     transpose_pairs,
     transpose_pairs_part,
@@ -43,10 +44,6 @@ def _permitted() -> bool:
 
 
 HAS_AMX = _permitted()
-
-
-def _long(value: int) -> ir.Constant:
-    return ir.Constant(_LONG, value)
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:
@@ -105,13 +102,13 @@ def tile_sums(num_rows: int, num_columns: int) -> Any:
                 return builder.bitcast(builder.gep(data, [index]), _BYTE.as_pointer())
 
             def down(at: Any, stride: Any, tiles: int) -> Any:
-                return builder.add(at, builder.mul(stride, _long(tiles * ROWS)))
+                return builder.add(at, builder.mul(stride, emit_number(tiles * ROWS)))
 
             def bytes_of(numbers: Any) -> Any:
-                return builder.mul(numbers, _long(4))
+                return builder.mul(numbers, emit_number(4))
 
             totals = [
-                (register(2 * r + c), address(sums, builder.add(down(sums_at, sums_stride, r), _long(c * ROWS))))
+                (register(2 * r + c), address(sums, builder.add(down(sums_at, sums_stride, r), emit_number(c * ROWS))))
                 for r in range(num_rows)
                 for c in range(num_columns)
             ]
@@ -123,14 +120,14 @@ def tile_sums(num_rows: int, num_columns: int) -> Any:
                     for tile, tile_address in totals:
                         _call(builder, "tileloadd64", tile, tile_address, bytes_of(sums_stride))
             with cgutils.for_range(builder, blocks, intp=_LONG) as loop:
-                row = builder.add(rows_at, builder.mul(loop.index, _long(PAIRS)))
+                row = builder.add(rows_at, builder.mul(loop.index, emit_number(PAIRS)))
                 lane = builder.add(lanes_at, builder.mul(loop.index, lanes_step))
                 for r in range(num_rows):
                     tile_address = address(rows, down(row, rows_stride, r))
                     _call(builder, "tileloadd64", register(4 + r), tile_address, bytes_of(rows_stride))
                 for c in range(num_columns):
-                    tile_address = address(lanes, builder.add(lane, builder.mul(lanes_stride, _long(c))))
-                    _call(builder, "tileloadd64", register(6 + c), tile_address, _long(4 * LANES))
+                    tile_address = address(lanes, builder.add(lane, builder.mul(lanes_stride, emit_number(c))))
+                    _call(builder, "tileloadd64", register(6 + c), tile_address, emit_number(4 * LANES))
                 for r in range(num_rows):
                     for c in range(num_columns):
                         _call(builder, "tdpbf16ps", *map(register, (2 * r + c, 4 + r, 6 + c)))
@@ -183,8 +180,8 @@ def pack_pairs(lanes, by_row, starts, column, columns, begin, end, target, tiles
             else:
                 for pair in range(count):
                     row = 2 * (first + pair) * columns + n
-                    found = _load_pairs(lanes, row, row + columns, max(0, min(LANES, columns - n)))
-                    store(target, at + pair * LANES, found)
+                    terms = _load_pairs(lanes, row, row + columns, max(0, min(LANES, columns - n)))
+                    store(target, at + pair * LANES, terms)
 
 
 @kernel

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlloop.numerics.kernels.cpu.compiled.amx import HAS_AMX
 from rlloop.numerics.kernels.cpu.compiled.jit import flat, kernel, stay_apart, threads_for
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, intrinsic
-from rlloop.numerics.kernels.cpu.compiled.tiles import WIDE, emit_data, emit_products, emit_vector_at
+from rlloop.numerics.kernels.cpu.compiled.tiles import WIDE, emit_data, emit_number, emit_products, emit_vector_at
 
 BLOCK = 32  # terms
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -54,13 +54,9 @@ def threads_of(work: int, weights: int, kind: np.int64) -> int:
     return threads_for((work + 16 * weights) // 64 if kind == AMX else work)
 
 
-def _long(value: int) -> ir.Constant:
-    return ir.Constant(_LONG, value)
-
-
 @intrinsic
 def flush_subnormals(typing, flush):
-    """Whether numbers below the least normal one are 0 in this thread from here on."""
+    """Treat numbers below the least normal one as 0 in this thread, or stop doing so (FTZ and DAZ of x86's MXCSR)."""
 
     def generate(context, builder, signature, args):
         if X86:  # elsewhere they stay what they are, which only sums that small can show
@@ -97,13 +93,14 @@ def block_sums(num_rows: int, num_tiles: int) -> Any:
             lanes, rows, sums = (emit_data(context, builder, signature.args[i], args[i]) for i in (0, 3, 7))
             _, lanes_at, lanes_stride, _, rows_at, rows_stride, depth, _, sums_at, sums_stride, fresh = args
             starts = [
-                builder.gep(rows, [builder.add(rows_at, builder.mul(rows_stride, _long(r)))]) for r in range(num_rows)
+                builder.gep(rows, [builder.add(rows_at, builder.mul(rows_stride, emit_number(r)))])
+                for r in range(num_rows)
             ]
             addresses = [
                 emit_vector_at(
                     builder,
                     sums,
-                    builder.add(sums_at, builder.add(builder.mul(sums_stride, _long(r)), _long(t * LANES))),
+                    builder.add(sums_at, builder.add(builder.mul(sums_stride, emit_number(r)), emit_number(t * LANES))),
                 )
                 for r in range(num_rows)
                 for t in range(num_tiles)
@@ -123,7 +120,7 @@ def block_sums(num_rows: int, num_tiles: int) -> Any:
                 builder.position_at_end(body)
                 at = builder.add(lanes_at, builder.mul(k, lanes_stride))
                 emit_products(builder, lanes, at, [builder.gep(start, [k]) for start in starts], totals)
-                k.add_incoming(builder.add(k, _long(2)), body)
+                k.add_incoming(builder.add(k, emit_number(2)), body)
                 builder.branch(loop)
                 builder.position_at_end(done)
                 return totals
@@ -131,10 +128,10 @@ def block_sums(num_rows: int, num_tiles: int) -> Any:
             with builder.if_then(fresh):
                 for address in addresses:
                     builder.store(_ZERO, address, align=4)
-            with cgutils.for_range_slice(builder, _long(0), depth, _long(BLOCK), _LONG) as (begin, _):
-                end = builder.add(begin, _long(BLOCK))
+            with cgutils.for_range_slice(builder, emit_number(0), depth, emit_number(BLOCK), _LONG) as (begin, _):
+                end = builder.add(begin, emit_number(BLOCK))
                 end = builder.select(builder.icmp_signed("<", end, depth), end, depth)
-                even, odd = chains(begin, end), chains(builder.add(begin, _long(1)), end)
+                even, odd = chains(begin, end), chains(builder.add(begin, emit_number(1)), end)
                 for address, one, other in zip(addresses, even, odd, strict=True):
                     builder.store(
                         builder.fadd(builder.load(address, align=4), builder.fadd(one, other)), address, align=4

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.compiled.amx import add_pairs, pack_pairs
+from rlloop.numerics.kernels.cpu.compiled.amx import ROWS, add_pairs, pack_pairs
 from rlloop.numerics.kernels.cpu.compiled.bfloat16 import AMX, BLOCKS, CHAIN, add_blocks
 from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, stay_apart, take
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, load_part, store, store_part
@@ -188,7 +188,7 @@ def plan(
     if kind == AMX:
         strips = -(-columns // (4 * LANES))
         chunks = max(-(-num_rows // MOST_ROWS), -(-3 * threads // strips) if threads > 1 else 1)
-        return 4, min(num_rows, -(-num_rows // chunks // 32) * 32)
+        return 4, min(num_rows, -(-num_rows // chunks // (2 * ROWS)) * 2 * ROWS)
     if not rows_by_row:  # the rows are packed too: wide tasks, so that it pays, and chunks of whole sixteens
         chunks = max(-(-num_rows // 96), -(-threads // -(-columns // (4 * LANES))))
         return 4, -(-num_rows // chunks // LANES) * LANES

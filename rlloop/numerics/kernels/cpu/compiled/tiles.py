@@ -34,7 +34,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
-def _number(value: int) -> ir.Constant:
+def emit_number(value: int) -> ir.Constant:
     return ir.Constant(_INT, value)
 
 
@@ -51,7 +51,8 @@ def emit_products(builder: Any, lanes: Any, at: Any, factors: list[Any], totals:
     kind, tiles = ir.FunctionType(_VECTOR, [_VECTOR] * 3), len(totals) // len(factors)
     fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     vectors = [
-        builder.load(emit_vector_at(builder, lanes, builder.add(at, _number(t * LANES))), align=4) for t in range(tiles)
+        builder.load(emit_vector_at(builder, lanes, builder.add(at, emit_number(t * LANES))), align=4)
+        for t in range(tiles)
     ]
     for r, address in enumerate(factors):
         factor = emit_splat(builder, builder.load(address))
@@ -81,7 +82,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
             _, lanes_at, lanes_stride, _, rows_at, rows_stride, rows_step, depth, _, sums_at, sums_stride, fresh = args
 
             def offset(base, stride, times, more=0):
-                return builder.add(base, builder.add(builder.mul(stride, _number(times)), _number(more)))
+                return builder.add(base, builder.add(builder.mul(stride, emit_number(times)), emit_number(more)))
 
             starts = [builder.gep(rows, [offset(rows_at, rows_stride, r)]) for r in range(num_rows)]
             addresses = [
@@ -101,8 +102,8 @@ def chains(num_rows: int, num_tiles: int) -> Any:
 
             builder.position_at_end(loop)
             k, totals = builder.phi(_INT), [builder.phi(_VECTOR) for _ in addresses]
-            k.add_incoming(_number(0), begin)
-            k.add_incoming(_number(0), resume)
+            k.add_incoming(emit_number(0), begin)
+            k.add_incoming(emit_number(0), resume)
             for total, value in zip(totals, resumed, strict=True):
                 total.add_incoming(_ZERO, begin)
                 total.add_incoming(value, resume)
@@ -111,7 +112,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
             builder.position_at_end(body)
             at, step = builder.add(lanes_at, builder.mul(k, lanes_stride)), builder.mul(k, rows_step)
             emit_products(builder, lanes, at, [builder.gep(start, [step]) for start in starts], totals)
-            k.add_incoming(builder.add(k, _number(1)), body)
+            k.add_incoming(builder.add(k, emit_number(1)), body)
             builder.branch(loop)
 
             builder.position_at_end(done)
@@ -186,7 +187,7 @@ def _add_products(lanes, lanes_at, tiles, rows, rows_at, rows_stride, rows_step,
         tile += together
 
 
-def emit_transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     """Eight vectors of eight: ever smaller blocks change places across the diagonal."""
     rows, distance = list(rows), 4
     while distance:
@@ -218,14 +219,14 @@ def _transposer(masked: bool, pairs: bool = False) -> Any:
             _, _, first, column, count, _, at, stride = args
 
             def numbers(lane, skipped):
-                start = builder.load(builder.gep(starts, [builder.add(first, _number(lane))]))
-                index = builder.add(column, _number(skipped))
-                index = builder.add(start, builder.mul(index, _number(2)) if pairs else index)
+                start = builder.load(builder.gep(starts, [builder.add(first, emit_number(lane))]))
+                index = builder.add(column, emit_number(skipped))
+                index = builder.add(start, builder.mul(index, emit_number(2)) if pairs else index)
                 address = emit_vector_at(builder, source, index, 8)
                 if pairs:
                     address = builder.bitcast(address, ir.VectorType(ir.FloatType(), 8).as_pointer())
                 if masked:
-                    left = builder.sub(count, _number(skipped))
+                    left = builder.sub(count, emit_number(skipped))
                     loaded = emit_load_part(builder, address, left)
                 else:
                     loaded = builder.load(address, align=2)
@@ -233,10 +234,12 @@ def _transposer(masked: bool, pairs: bool = False) -> Any:
 
             # By blocks of 8 x 8, since their rows fit the registers of AVX2. A cache line of a row is read at one go.
             for lane, skipped in ((0, 0), (0, 8), (8, 0), (8, 8)):
-                rows = emit_transposed(builder, [numbers(lane + i, skipped) for i in range(8)])
+                rows = _transposed(builder, [numbers(lane + i, skipped) for i in range(8)])
                 for i, row in enumerate(rows):
-                    index = builder.add(at, builder.mul(stride, _number(skipped + i)))
-                    builder.store(row, emit_vector_at(builder, target, builder.add(index, _number(lane)), 8), align=4)
+                    index = builder.add(at, builder.mul(stride, emit_number(skipped + i)))
+                    builder.store(
+                        row, emit_vector_at(builder, target, builder.add(index, emit_number(lane)), 8), align=4
+                    )
             return context.get_dummy_value()
 
         return signature, generate
