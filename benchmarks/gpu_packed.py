@@ -7,7 +7,7 @@ all else bfloat16, an adapter of rank 32 over all linear layers. Both models dec
 to 128 requests (so that at most 8 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each
 takes forward, backward and AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. `--memory
 N`: one model of N layers at a time, an engine and a trainer above it, peak of the device after sampling and a step; the
-plain model's weights are zeros, which take as much room.
+plain model's weights are zeros, which take as much room. `--layers 0`: memory alone.
 """
 
 from __future__ import annotations
@@ -180,28 +180,31 @@ def main() -> None:
     batch = (2, 20) if given.tiny else (16, 1024)
     device = "cpu" if given.tiny else "cuda"
     figures, section = list[Figure](), LoraSection(rank=32)
-    with tempfile.TemporaryDirectory() as place:
-        folder = packed_folder(Path(place), shape, given.layers)
+    if given.layers:
+        with tempfile.TemporaryDirectory() as place:
+            folder = packed_folder(Path(place), shape, given.layers)
 
-        def plain(layers: int) -> Model:
-            from rlloop.parallel.context import join
-            from rlloop.parallel.layout import Layout
+            def plain(layers: int) -> Model:
+                from rlloop.parallel.context import join
+                from rlloop.parallel.layout import Layout
 
-            on = join(torch.device(device), Layout())
-            return new_model({**shape, "num_hidden_layers": layers}, seed=0, dtype="bfloat16", context=on)
+                on = join(torch.device(device), Layout())
+                return new_model({**shape, "num_hidden_layers": layers}, seed=0, dtype="bfloat16", context=on)
 
-        def loaded(folder: Path) -> Model:
-            began = time.perf_counter()
-            model = rlloop.load_model(folder, dtype="bfloat16", device=device)
-            print(f"model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
-            return model
+            def loaded(folder: Path) -> Model:
+                began = time.perf_counter()
+                model = rlloop.load_model(folder, dtype="bfloat16", device=device)
+                print(f"model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+                return model
 
-        models = {
-            "packed": with_lora(loaded(folder), section, 0),
-            "bfloat16": with_lora(plain(given.layers), section, 0),
-        }
-        figures += speeds(models, [1, 8, 32, 128] if not given.tiny else [1, 2], 128 if not given.tiny else 4, batch)
-        del models
+            models = {
+                "packed": with_lora(loaded(folder), section, 0),
+                "bfloat16": with_lora(plain(given.layers), section, 0),
+            }
+            figures += speeds(
+                models, [1, 8, 32, 128] if not given.tiny else [1, 2], 128 if not given.tiny else 4, batch
+            )
+            del models
     if given.memory:
         found = {}
         with tempfile.TemporaryDirectory() as place:

@@ -68,7 +68,11 @@ TABLES = {
         launcher="-m torch.distributed.run --nproc-per-node {gpus}",
     ),
     "ranks-train": Table(
-        "ranks_train.py", "full training of an 8B shape over GPUs", 15, "--gpus {gpus}", gpus=2, peer="transformers"
+        "ranks_train.py", "full training of an 8B shape over GPUs", 15, "--gpus {gpus}", gpus=2, peer="transformers",
+        parts="--layers",
+    ),
+    "ranks-step": Table(
+        "ranks_step.py", "a whole RL step over GPUs", 10, "--vllm --gpus {gpus}", gpus=2, peer="vllm", parts="--layers"
     ),
 }  # fmt: skip
 

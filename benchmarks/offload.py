@@ -4,7 +4,7 @@ A random dense model trains in bfloat16 on the same sequences with trainer.offlo
 after the other, each in a process of its own. What an update takes longer is set beside the bytes that it streams over
 the bandwidth measured here, both ways at once; the aim is 1: nothing but the bytes.
 
-    python benchmarks/offload.py [--shape 4b] [--tokens 16384 131072]     # a GPU
+    python benchmarks/offload.py [--shape 4b] [--layers 36] [--tokens 16384 131072]   # a GPU
     python benchmarks/offload.py --shape tiny --tokens 512 --no-write      # a CPU: the bits and the counts
 """
 
@@ -41,11 +41,11 @@ class Run(NamedTuple):
     bandwidth: float  # bytes a second, there and back at once
 
 
-def config(shape: str) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = SHAPES[shape]
+def config(shape: str, layers: int | None) -> dict[str, Any]:
+    hidden, intermediate, depth, heads, kv_heads, head_dim, vocab = SHAPES[shape]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": hidden,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": intermediate, "num_hidden_layers": layers or depth, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": MICRO_BATCH,
         "tie_word_embeddings": shape in ("tiny", "0.6b", "4b"), "initializer_range": 0.02, "eos_token_id": 0,
     }  # fmt: skip
@@ -78,20 +78,18 @@ def bandwidth(device: Any, size: int) -> float:
     return 2 * size / best
 
 
-def run(shape: str, tokens: int, setting: str, steps: int) -> Run:
+def run(shape: str, layers: int | None, tokens: int, setting: str, steps: int) -> Run:
     import rlloop  # noqa: F401  # before torch, as `rlloop train` does  # isort: skip
     import torch
+    from gpu_shapes import random_model
 
     from rlloop.algorithms import get_loss
     from rlloop.config.trainer import TrainerConfig
-    from rlloop.models import new_model
-    from rlloop.parallel.context import join
-    from rlloop.parallel.layout import Layout
     from rlloop.trainer import Trainer, TrainSequence
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    model = new_model(config(shape), seed=0, dtype="bfloat16", context=join(device, Layout()))
+    model = random_model(config(shape, layers), device.type)
     settings = TrainerConfig(lr=1e-4, max_batch_tokens=MICRO_BATCH, checkpoint_layers="all", offload=setting)
     trainer, rng, length = Trainer(model, settings), np.random.default_rng(0), min(tokens, MICRO_BATCH)
     vocab = model.config.vocab_size
@@ -135,15 +133,16 @@ def run(shape: str, tokens: int, setting: str, steps: int) -> Run:
     )
 
 
-def compared(shape: str, tokens: int, steps: int) -> list[Figure]:
+def compared(shape: str, layers: int | None, tokens: int, steps: int) -> list[Figure]:
     """Each setting in a new process. Raises `SystemExit` where weights differ."""
     runs: dict[str, Run] = {}
     for setting in SETTINGS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            runs[setting] = pool.submit(run, shape, tokens, setting, steps).result()
+            runs[setting] = pool.submit(run, shape, layers, tokens, setting, steps).result()
     none, figures = runs["none"], []
     for setting in SETTINGS[1:]:
-        each, name = runs[setting], f"{shape}, {tokens} tokens, {setting}"
+        cut = f" ({layers} layers)" if layers else ""
+        each, name = runs[setting], f"{shape}{cut}, {tokens} tokens, {setting}"
         if each.digest != none.digest:
             raise SystemExit(f"{name}: the weights differ from those without offload")
         if none.peak:
@@ -169,11 +168,12 @@ def compared(shape: str, tokens: int, steps: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="4b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has, for a GPU that it does not fit")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 131072], help="of a step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-write", action="store_true", help="print only")
     given = parser.parse_args()
-    figures = [each for tokens in given.tokens for each in compared(given.shape, tokens, given.steps)]
+    figures = [each for tokens in given.tokens for each in compared(given.shape, given.layers, tokens, given.steps)]
     if given.no_write:
         print(table(figures))
     else:

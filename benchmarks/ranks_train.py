@@ -1,6 +1,6 @@
 """Full training of the Qwen3 8B shape on several GPUs, bfloat16: the trainer beside transformers with FSDP2.
 
-    python benchmarks/ranks_train.py [--gpus 2] [--quick] [--only rlloop] [--shard parameters]
+    python benchmarks/ranks_train.py [--gpus 2] [--layers 36] [--weak] [--quick] [--only rlloop] [--shard parameters]
 
 A step is forward, backward and AdamW over 8 sequences of 2,048 tokens a GPU; all layers are recomputed in the backward
 (without that, the peer does not fit). Weights are random, all tokens are trained.
@@ -12,6 +12,7 @@ A step is forward, backward and AdamW over 8 sequences of 2,048 tokens a GPU; al
 
 Each has processes of its own, one after the other; medians of the rounds count. The share of the exchange is the
 part of a step that it does not take where the same numbers are taken from the rank itself in place of the network.
+`--weak` adds rlloop on one GPU with one GPU's sequences, so it needs `--layers` that fit there.
 
 `--tiny` runs a toy shape on CPUs over gloo, which shows that the script works and measures nothing.
 """
@@ -64,10 +65,10 @@ WARM, ROUNDS = 2, 4
 class Setting:
     """One rank's part of the work."""
 
-    def __init__(self, rank: int, size: int, tiny: bool, shard: str) -> None:
-        self.rank, self.size, self.shard = rank, size, shard
+    def __init__(self, rank: int, size: int, tiny: bool, shard: str, layers: int) -> None:
+        self.rank, self.size, self.shard, self.tiny, self.layers = rank, size, shard, tiny, layers
         self.device = torch.device("cpu") if tiny else torch.device("cuda", rank)
-        self.config = {**QWEN3_8B, **(SMALL if tiny else {})}
+        self.config = {**QWEN3_8B, **(SMALL if tiny else {"num_hidden_layers": layers})}
         self.sequences, self.length = (2, 16) if tiny else (8, 2048)
 
     def tokens(self) -> torch.Tensor:
@@ -77,18 +78,14 @@ class Setting:
         return torch.randint(3, self.config["vocab_size"] - 1, shape, generator=generator)
 
 
-def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(a step, the same without the network)."""
-    from rlloop.algorithms import get_loss
-    from rlloop.config.trainer import TrainerConfig
+def our_model(setting: Setting) -> Any:
+    """A random model, drawn on this rank's GPU, sharded as `trainer.layout.dp_shard` has it."""
     from rlloop.models import Model
     from rlloop.models.config import parse_config
     from rlloop.models.parameters import ParameterStore
     from rlloop.models.ropes import RopeTable
-    from rlloop.parallel.collectives import Ranks
     from rlloop.parallel.context import join
     from rlloop.parallel.layout import Layout
-    from rlloop.trainer import Trainer, TrainSequence
 
     context, config = join(setting.device, Layout(dp_shard=setting.size)), parse_config(setting.config)
     with torch.device("meta"):
@@ -99,11 +96,20 @@ def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
         state[name] = torch.empty(shape, dtype=torch.bfloat16, device=setting.device)
         state[name].fill_(1.0) if len(shape) == 1 else state[name].normal_(0, 0.02, generator=generator)
     model.load_state_dict(state, assign=True)
-    del state
     model.rope = RopeTable(config, "cpu").to(setting.device)
+    return model
+
+
+def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(a step, the same without the network)."""
+    from rlloop.algorithms import get_loss
+    from rlloop.config.trainer import TrainerConfig
+    from rlloop.parallel.collectives import Ranks
+    from rlloop.trainer import Trainer, TrainSequence
+
     budget = setting.sequences * setting.length
     settings = TrainerConfig(lr=1e-6, max_batch_tokens=budget, checkpoint_layers="all", shard=setting.shard)
-    trainer = Trainer(model, settings)
+    trainer = Trainer(our_model(setting), settings)
     batch = [TrainSequence.supervised(row[:1], row[1:]) for row in setting.tokens().tolist()]
     loss = get_loss("sft")
 
@@ -129,7 +135,8 @@ def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
     return step, alone
 
 
-def peers(setting: Setting) -> Callable[[], None]:
+def peer_model(setting: Setting) -> Any:
+    """transformers' model under FSDP2, with random weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -151,7 +158,11 @@ def peers(setting: Setting) -> Callable[[], None]:
             if buffer.is_floating_point():
                 buffer.copy_(1.0 / (setting.config["rope_theta"] ** (half / setting.config["head_dim"])))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    return model.train()
+
+
+def peers(setting: Setting) -> Callable[[], None]:
+    model = peer_model(setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     first = setting.rank * setting.sequences
     tokens = setting.tokens()[first : first + setting.sequences].to(setting.device)
@@ -209,7 +220,7 @@ def _peak(setting: Setting) -> float:
     return torch.cuda.max_memory_allocated() if setting.device.type == "cuda" else 1.0
 
 
-def in_children(what: str, size: int, tiny: bool, shard: str) -> dict[str, Any]:
+def in_children(what: str, setting: Setting) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, address = folder / "found.json", f"file://{folder / 'meeting'}"
@@ -217,14 +228,16 @@ def in_children(what: str, size: int, tiny: bool, shard: str) -> dict[str, Any]:
             sys.executable,
             __file__,
             "--gpus",
-            str(size),
+            str(setting.size),
             "--shard",
-            shard,
-            *(["--tiny"] if tiny else []),
+            setting.shard,
+            "--layers",
+            str(setting.layers),
+            *(["--tiny"] if setting.tiny else []),
             "--child",
             what,
         ]
-        ranks = [subprocess.Popen([*command, str(rank), address, str(out)]) for rank in range(size)]
+        ranks = [subprocess.Popen([*command, str(rank), address, str(out)]) for rank in range(setting.size)]
         while any(rank.poll() is None for rank in ranks):
             time.sleep(0.2)
             if any(rank.poll() for rank in ranks):  # the others would wait for it
@@ -240,6 +253,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, help="as many ranks; all that there are by default")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--tiny", action="store_true", help="a toy on CPUs, nothing recorded")
+    parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="of the model")
+    parser.add_argument("--weak", action="store_true", help="rlloop on one GPU as well, with one GPU's sequences")
     parser.add_argument("--shard", choices=["optimizer", "parameters"], default="optimizer", help="trainer.shard")
     parser.add_argument("--only", choices=["rlloop", "peer"], help="one of the two; nothing recorded")
     parser.add_argument("--child", nargs=4, metavar=("WHAT", "RANK", "ADDRESS", "OUT"), help=argparse.SUPPRESS)
@@ -248,12 +263,15 @@ def main() -> None:
     if args.child:
         what, rank, address, out = args.child
         torch.set_num_threads(1 if args.tiny else 4)
-        child(what, Setting(int(rank), size, args.tiny, args.shard), address, Path(out))
+        child(what, Setting(int(rank), size, args.tiny, args.shard, args.layers), address, Path(out))
         return
-    setting = Setting(0, size, args.tiny, args.shard)
-    mine = in_children("rlloop", size, args.tiny, args.shard) if args.only != "peer" else None
-    theirs = in_children("peer", size, args.tiny, args.shard) if args.only != "rlloop" else None
+    setting = Setting(0, size, args.tiny, args.shard, args.layers)
+    mine = in_children("rlloop", setting) if args.only != "peer" else None
+    theirs = in_children("peer", setting) if args.only != "rlloop" else None
     figures = compared(setting, mine, theirs)
+    if args.weak and mine:
+        alone = Setting(0, 1, args.tiny, args.shard, args.layers)
+        figures.append(weak_scaling(setting, mine, alone, in_children("rlloop", alone)))
     if args.quick or args.tiny or args.only:
         print(table(figures))
     else:
@@ -264,11 +282,25 @@ def main() -> None:
         )
 
 
+def shape_of(setting: Setting) -> str:
+    layers = setting.config["num_hidden_layers"]
+    cut = f" ({layers} layers)" if layers != QWEN3_8B["num_hidden_layers"] else ""
+    sharded = ", parameters sharded" if setting.shard == "parameters" else ""
+    return f"8B shape{cut}, {setting.size} GPUs, {setting.sequences} x {setting.length} a GPU{sharded}"
+
+
+def weak_scaling(setting: Setting, mine: dict[str, Any], alone: Setting, one: dict[str, Any]) -> Figure:
+    rates = [
+        [each.sequences * each.length / taken for taken in found["seconds"]]
+        for each, found in ((setting, mine), (alone, one))
+    ]
+    name, unit = f"weak scaling of training, {shape_of(setting)}", "tokens/s a GPU"
+    return Figure.of_rounds(name, unit, rates[0], "itself on 1 GPU", rates[1], aim=0.9)
+
+
 def compared(setting: Setting, mine: dict[str, Any] | None, theirs: dict[str, Any] | None) -> list[Figure]:
     tokens, gib = setting.size * setting.sequences * setting.length, 2**30
-    shape = f"8B shape, {setting.size} GPUs, {setting.sequences} x {setting.length} a GPU"
-    if setting.shard == "parameters":
-        shape += ", parameters sharded"
+    shape = shape_of(setting)
     found, peer = mine or theirs, theirs if mine is not None else None
     assert found is not None
     speeds, others = ([tokens / each for each in (side or {"seconds": []})["seconds"]] for side in (found, peer))

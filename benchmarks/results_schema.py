@@ -27,7 +27,14 @@ from typing import Any, Self
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PARTS = ("--only", "--cells", "--seconds", "--shape", "--rows")  # arguments of a run that measures a part of its table
+PARTS = (
+    "--only",
+    "--cells",
+    "--seconds",
+    "--shape",
+    "--rows",
+    "--layers",
+)  # arguments of a run that measures a part of its table
 
 
 @dataclass(frozen=True, kw_only=True)

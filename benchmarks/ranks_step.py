@@ -1,0 +1,280 @@
+"""A whole step of reinforcement learning over the GPUs of a host, end to end: sample, score, learn, serve new weights.
+
+    python benchmarks/ranks_step.py [--gpus 2] [--layers 16] [--vllm] [--quick] [--tiny]
+
+Qwen3-8B's shape, bfloat16, full training with AdamW on float32 masters, all layers recomputed in the backward; 128
+requests of 128 tokens in and 256 out for each GPU, with logprobs. `--layers`: as many as both sides hold together.
+
+- rlloop: `trainer.layout.dp_shard=N`, an engine of its own on each GPU that reads the trainer's compute copy; every
+  logprob of the trainer is compared with the engine's. On one GPU too, with one GPU's requests (weak scaling).
+- with `--vllm`: vLLM's default mode with `tensor_parallel_size=N`, and transformers (SDPA) under FSDP2 in processes of
+  their own, which stay on the GPUs together. vLLM is not even sent the new weights, which helps, and its requests have
+  no seeds, which is its faster way.
+
+Both learn from the same number of tokens, in micro-batches of at most 16,384. Medians of three steps, after two.
+`--tiny` runs toys on CPUs without the peer, which shows that the script works and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ranks_train import Setting, our_model, peer_model
+from results_schema import Figure, report, table
+
+REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
+BUDGET, WARM, STEPS, LR = 16384, 2, 3, 1e-6
+VLLM_CACHE_BYTES = 10 << 30  # of keys and values on each GPU: all requests at once, with room to spare
+DONE = "#done "
+Step = Callable[[int], tuple[int, int]]  # returns how many logprobs the trainer made, and how many differ
+
+
+class Work:
+    """The requests of a step: those of GPU r follow those of GPU r - 1."""
+
+    def __init__(self, setting: Setting) -> None:
+        count, self.prompt, self.new = (3, 9, 7) if setting.tiny else (REQUESTS, PROMPT, NEW)
+        self.count = count * setting.size
+        self.mine = slice(setting.rank * count, (setting.rank + 1) * count)
+        self.vocab = setting.config["vocab_size"]
+        self.advantages = np.random.default_rng(1).normal(size=self.count).astype(np.float32)
+
+    def prompts(self, index: int) -> list[list[int]]:
+        return np.random.default_rng(index).integers(3, self.vocab - 3, (self.count, self.prompt)).tolist()
+
+
+def ours(setting: Setting) -> Step:
+    import rlloop
+    from rlloop.algorithms import get_loss
+    from rlloop.config.trainer import TrainerConfig
+    from rlloop.trainer import Trainer, TrainSequence
+
+    work, model = Work(setting), our_model(setting)
+    length = work.prompt + work.new
+    engine = rlloop.Engine(model, max_cache_tokens=work.count * 2 * length)
+    trainer = Trainer(model, TrainerConfig(lr=LR, max_batch_tokens=BUDGET, checkpoint_layers="all"))
+    ranks = model.context.ranks("dp_shard")
+
+    def run(index: int) -> tuple[int, int]:
+        numbers = range(work.count)[work.mine]
+        sampling = [rlloop.SamplingParams(work.new, seed=1000 * index + i, ignore_eos=True) for i in numbers]
+        made = engine.generate(work.prompts(index)[work.mine], sampling)
+        kept = [([*each.prompt_ids, *each.token_ids], each.logprobs) for each in made]
+        everything = [each for share in ranks.gather_objects(kept) for each in share]
+        batch = [
+            TrainSequence(
+                token_ids=ids, predict=range(work.prompt, length), rollout_logprobs=logprobs,
+                advantages=np.full(work.new, advantage, np.float32),
+            )
+            for (ids, logprobs), advantage in zip(everything, work.advantages, strict=True)
+        ]  # fmt: skip
+        result = trainer.forward_backward(batch, get_loss("grpo"))
+        trainer.optim_step()
+        engine.set_version(index + 1)
+        pairs = list(zip(result.logprobs, (logprobs for _, logprobs in everything), strict=True))
+        return sum(len(one) for one, _ in pairs), sum(int((one != other).sum()) for one, other in pairs)
+
+    return run
+
+
+def theirs(setting: Setting, sampled: Path) -> Callable[[int], None]:
+    """Learns from what vLLM has written to `sampled`."""
+    work, model = Work(setting), peer_model(setting)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    advantages = torch.from_numpy(work.advantages[work.mine]).to(setting.device)
+    count = BUDGET // (work.prompt + work.new)
+
+    def run(index: int) -> None:
+        found = np.load(sampled / f"{index}.npz")
+        tokens = torch.from_numpy(found["tokens"][work.mine]).to(setting.device)
+        before = torch.from_numpy(found["logprobs"][work.mine]).to(setting.device)
+        for begin in range(0, len(tokens), count):
+            part, old, weight = (each[begin : begin + count] for each in (tokens, before, advantages[:, None]))
+            logits = model(part, use_cache=False, logits_to_keep=work.new + 1).logits[:, :-1]
+            logprobs = logits.float().log_softmax(-1).gather(-1, part[:, work.prompt :, None])[..., 0]
+            ratio = (logprobs - old).exp()
+            loss = -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.2) * weight).sum() / (len(tokens) * work.new)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def sampler(setting: Setting, folder: Path, sampled: Path) -> Callable[[int], None]:
+    import vllm
+
+    work = Work(setting)
+    engine = vllm.LLM(
+        str(folder), dtype="bfloat16", max_model_len=1024, skip_tokenizer_init=True, max_num_seqs=work.count,
+        tensor_parallel_size=setting.size, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=VLLM_CACHE_BYTES, disable_log_stats=True,
+    )  # fmt: skip
+    wanted = vllm.SamplingParams(max_tokens=work.new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+
+    def run(index: int) -> None:
+        prompts = work.prompts(index)
+        made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        outputs = [request.outputs[0] for request in made]
+        tokens = np.array([ids + list(o.token_ids) for ids, o in zip(prompts, outputs, strict=True)])
+        logprobs = [[place[id].logprob for place, id in zip(o.logprobs, o.token_ids, strict=True)] for o in outputs]
+        np.savez(sampled / f"{index}.npz", tokens=tokens, logprobs=np.array(logprobs, np.float32))
+
+    return run
+
+
+def child(what: str, setting: Setting, folder: Path) -> None:
+    """Answers each line on stdin, a step's index; all ranks read the same."""
+    from rlloop.parallel.start import process_group
+
+    def answer(run: Callable[[int], Any]) -> None:
+        print(f"\n{DONE}null", flush=True)
+        for line in sys.stdin:
+            found = run(int(line))
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize()
+            print(f"\n{DONE}{json.dumps(found)}", flush=True)
+
+    if what == "vllm":
+        answer(sampler(setting, folder, folder))
+        return
+    with process_group(setting.device, f"file://{folder}/{what}-{setting.size}", setting.rank, setting.size):
+        answer(ours(setting) if what == "rlloop" else theirs(setting, folder))
+
+
+class Processes:
+    """The processes of one side."""
+
+    def __init__(self, what: str, setting: Setting, folder: Path) -> None:
+        environment = {**os.environ, "VLLM_PLUGINS": "none"} if what == "vllm" else dict(os.environ)
+        command = [sys.executable, __file__, "--gpus", str(setting.size), "--layers", str(setting.layers)]
+        command += ["--tiny"] if setting.tiny else []
+        self._all = [
+            subprocess.Popen(
+                [*command, "--child", what, str(rank), str(folder)], env=environment, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )
+            for rank in range(1 if what == "vllm" else setting.size)
+        ]  # fmt: skip
+        self.what = what
+
+    def answers(self) -> list[Any]:
+        found = []
+        for process in self._all:
+            assert process.stdout is not None
+            line = next((line for line in process.stdout if line.startswith(DONE)), None)
+            if line is None:
+                raise SystemExit(f"{self.what} ended with code {process.wait()}")
+            found.append(json.loads(line.removeprefix(DONE)))
+        return found
+
+    def step(self, index: int) -> list[Any]:
+        for process in self._all:
+            assert process.stdin is not None
+            process.stdin.write(f"{index}\n")
+            process.stdin.flush()
+        return self.answers()
+
+    def close(self) -> None:
+        for process in self._all:
+            os.killpg(process.pid, signal.SIGKILL)  # vLLM has processes of its own
+            process.wait()
+
+
+def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float], list[Any]]:
+    """Seconds of each step that counts, and what the last part's ranks answered in it."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if "vllm" in parts:
+            save_random(setting, folder)
+        sides = [Processes(part, setting, folder) for part in parts]
+        try:
+            for side in sides:
+                side.answers()
+            seconds, found = [], list[Any]()
+            for index in range(WARM + STEPS):
+                begin = time.perf_counter()
+                marks = [begin]
+                for side in sides:
+                    found = side.step(index)
+                    marks.append(time.perf_counter())
+                seconds.append(marks[-1] - begin)
+                split = ", ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(marks))
+                print(f"{name}, {setting.size} GPUs, step {index}: {split} s", file=sys.stderr, flush=True)
+        finally:
+            for side in sides:
+                side.close()
+    return seconds[WARM:], found
+
+
+def save_random(setting: Setting, folder: Path) -> None:
+    from ranks_engine import make_folder
+
+    make_folder(folder, setting.layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="as many ranks; all that there are by default")
+    parser.add_argument("--layers", type=int, default=16, help="of the model")
+    parser.add_argument("--vllm", action="store_true", help="measure the peer too")
+    parser.add_argument("--quick", action="store_true", help="nothing recorded")
+    parser.add_argument("--tiny", action="store_true", help="toys on CPUs, nothing recorded")
+    parser.add_argument("--child", nargs=3, metavar=("WHAT", "RANK", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    size = args.gpus or (2 if args.tiny else torch.cuda.device_count())
+    if args.child:
+        what, rank, folder = args.child
+        torch.set_num_threads(1 if args.tiny else 4)
+        child(what, Setting(int(rank), size, args.tiny, "optimizer", args.layers), Path(folder))
+        return
+    setting, alone = (Setting(0, ranks, args.tiny, "optimizer", args.layers) for ranks in (size, 1))
+    mine, answers = measured("rlloop", setting, ["rlloop"])
+    one, _ = measured("rlloop", alone, ["rlloop"])
+    peer = measured("vLLM + FSDP2", setting, ["vllm", "fsdp"])[0] if args.vllm else None
+    figures = figures_of(setting, alone, mine, one, peer, answers[0])
+    if args.quick or args.tiny:
+        print(table(figures))
+    else:
+        report(f"ranks-step-{size}", figures, packages=("triton", "transformers", *(("vllm",) if args.vllm else ())))
+
+
+def figures_of(
+    setting: Setting, alone: Setting, mine: list[float], one: list[float], peer: list[float] | None, answer: list[int]
+) -> list[Figure]:
+    work = Work(setting)
+    shape = f"8B shape ({setting.config['num_hidden_layers']} layers), {setting.size} GPUs"
+    title = f"RL step, {shape}, {work.count} x ({work.prompt} in, {work.new} out)"
+    speeds = [work.count * work.new / taken for taken in mine]
+    others = None if peer is None else [work.count * work.new / taken for taken in peer]
+    weak = [
+        [Work(each).count * work.new / each.size / taken for taken in seconds]
+        for each, seconds in ((setting, mine), (alone, one))
+    ]
+    named = None if peer is None else f"vLLM default TP {setting.size} + transformers, FSDP2"
+    return [
+        Figure.of_rounds(title, "new tokens/s", speeds, named, others, aim=1.2),
+        Figure.of_rounds(
+            f"weak scaling of an {title}", "new tokens/s a GPU", weak[0], "itself on 1 GPU", weak[1], aim=0.9
+        ),
+        Figure(name=f"{title}: logprobs compared", unit="", value=answer[0]),
+        Figure(name=f"{title}: logprobs that differ", unit="", value=answer[1]),
+    ]
+
+
+if __name__ == "__main__":
+    main()
