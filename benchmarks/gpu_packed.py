@@ -24,6 +24,7 @@ from typing import Any
 import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import numpy as np
 import torch
+from gpu_shapes import random_model
 from ranks_experts import MIXTURE, TINY
 from results_schema import Figure, report, table
 from safetensors.torch import load_file, save_file
@@ -36,7 +37,7 @@ from rlloop.launch.workers import with_lora
 from rlloop.models import Model, new_model, save_model
 from rlloop.trainer import Trainer, TrainSequence
 
-GROUP, GIB, ROUNDS = 32, 1 << 30, 3
+GROUP, GIB, ROUNDS, LORA = 32, 1 << 30, 3, LoraSection(rank=32)
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
@@ -170,59 +171,56 @@ def peak(model: Model, batch: tuple[int, int]) -> float:
     return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
 
 
+def loaded(folder: Path, device: str) -> Model:
+    began = time.perf_counter()
+    model = rlloop.load_model(folder, dtype="bfloat16", device=device)
+    print(f"model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+    return model
+
+
+def work_of(tiny: bool) -> tuple[dict[str, Any], tuple[int, int], str]:
+    """(shape, sequences and their length of a step, device)."""
+    return ({**TINY, "moe_intermediate_size": 64}, (2, 20), "cpu") if tiny else (MIXTURE, (16, 1024), "cuda")
+
+
+def speed_figures(layers: int, tiny: bool) -> list[Figure]:
+    shape, batch, device = work_of(tiny)
+    with tempfile.TemporaryDirectory() as place:
+        plain = random_model({**shape, "num_hidden_layers": layers}, device)
+        models = {
+            "packed": with_lora(loaded(packed_folder(Path(place), shape, layers), device), LORA, 0),
+            "bfloat16": with_lora(plain, LORA, 0),
+        }
+        return speeds(models, [1, 2] if tiny else [1, 8, 32, 128], 4 if tiny else 128, batch)
+
+
+def memory_figure(layers: int, tiny: bool) -> Figure:
+    shape, batch, device = work_of(tiny)
+    gib = dict[str, float]()
+    with tempfile.TemporaryDirectory() as place:
+        for kind, folder_of in {"packed": packed_folder, "bfloat16": zeros_folder}.items():
+            if device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            model = with_lora(loaded(folder_of(Path(place), shape, layers), device), LORA, 0)
+            gib[kind] = peak(model, batch) / GIB
+            print(f"{kind}: {gib[kind]:.2f} GiB", file=sys.stderr, flush=True)
+            del model
+    return Figure(
+        name=f"memory, {layers} layers, trainer and engine, int4 experts", unit="GiB", value=gib["packed"],
+        peer="bfloat16", peer_value=gib["bfloat16"], lower_is_better=True, aim=1 / 0.4,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--memory", type=int, default=0, metavar="LAYERS")
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
     given = parser.parse_args()
-    shape = {**TINY, "moe_intermediate_size": 64} if given.tiny else MIXTURE
-    batch = (2, 20) if given.tiny else (16, 1024)
-    device = "cpu" if given.tiny else "cuda"
-    figures, section = list[Figure](), LoraSection(rank=32)
-    if given.layers:
-        with tempfile.TemporaryDirectory() as place:
-            folder = packed_folder(Path(place), shape, given.layers)
-
-            def plain(layers: int) -> Model:
-                from rlloop.parallel.context import join
-                from rlloop.parallel.layout import Layout
-
-                on = join(torch.device(device), Layout())
-                return new_model({**shape, "num_hidden_layers": layers}, seed=0, dtype="bfloat16", context=on)
-
-            def loaded(folder: Path) -> Model:
-                began = time.perf_counter()
-                model = rlloop.load_model(folder, dtype="bfloat16", device=device)
-                print(f"model loaded in {time.perf_counter() - began:.1f} s", file=sys.stderr)
-                return model
-
-            models = {
-                "packed": with_lora(loaded(folder), section, 0),
-                "bfloat16": with_lora(plain(given.layers), section, 0),
-            }
-            figures += speeds(
-                models, [1, 8, 32, 128] if not given.tiny else [1, 2], 128 if not given.tiny else 4, batch
-            )
-            del models
+    figures = speed_figures(given.layers, given.tiny) if given.layers else []
     if given.memory:
-        found = {}
-        with tempfile.TemporaryDirectory() as place:
-            for kind in ("packed", "bfloat16"):
-                if device == "cuda":
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                folder_of = packed_folder if kind == "packed" else zeros_folder
-                made = loaded(folder_of(Path(place), shape, given.memory))
-                found[kind] = peak(with_lora(made, section, 0), batch)
-                del made
-        figures.append(
-            Figure(
-                name=f"memory, {given.memory} layers, trainer and engine, int4 experts", unit="GiB",
-                value=found["packed"] / GIB, peer="bfloat16", peer_value=found["bfloat16"] / GIB,
-                lower_is_better=True, aim=1 / 0.4,
-            )
-        )  # fmt: skip
+        figures.append(memory_figure(given.memory, given.tiny))
     if given.tiny:
         print(table(figures))
     else:
