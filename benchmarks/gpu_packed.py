@@ -168,7 +168,7 @@ def peak(model: Model, batch: tuple[int, int]) -> float:
     decoding(engine, 64, 32, vocab)()
     trainer.forward_backward(sequences(*batch, vocab), get_loss("grpo"))
     trainer.optim_step()
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else float(GIB)
 
 
 def loaded(folder: Path, device: str) -> Model:
