@@ -25,15 +25,14 @@ from typing import Any
 import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import numpy as np
 import torch
+from gpu_shapes import random_model
 from offload import SHAPES, config
 from results_schema import Figure, report, table
 
 from rlloop import SamplingParams
-from rlloop.models import new_model, save_model
+from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter
 from rlloop.models.adapter_weights import AdapterWeights, choose_targets, fresh_weights
-from rlloop.parallel.context import join
-from rlloop.parallel.layout import Layout
 
 ADAPTERS, RANK, PROMPT, NEW, ROUNDS = 64, 32, 64, 128, 3
 ROWS = (1, 32, 256)
@@ -81,7 +80,7 @@ def vllm_side(base: Path, adapter: Path) -> Round:
 
 
 def measure(shape: str, vllm: bool, place: Path) -> list[Figure]:
-    model = new_model(config(shape), seed=0, dtype="bfloat16", context=join(torch.device("cuda", 0), Layout()))
+    model = random_model(config(shape))
     room = {"max_cache_tokens": max(ROWS) * (PROMPT + NEW + 64), "max_running": max(ROWS)}
     base = rlloop.Engine(model, **room)
     served = rlloop.Engine(model.with_adapter(None), adapter_slots=ADAPTERS, adapter_rank=RANK, **room)

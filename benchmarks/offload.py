@@ -41,7 +41,7 @@ class Run(NamedTuple):
     bandwidth: float  # bytes a second, there and back at once
 
 
-def config(shape: str, layers: int | None) -> dict[str, Any]:
+def config(shape: str, layers: int | None = None) -> dict[str, Any]:
     hidden, intermediate, depth, heads, kv_heads, head_dim, vocab = SHAPES[shape]
     return {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab, "hidden_size": hidden,
