@@ -73,7 +73,8 @@ class Rescored:
         from rlloop.audit.completions import as_sample
         from rlloop.models import load_model
         from rlloop.models.adapter_files import is_adapter, with_stored_adapter
-        from rlloop.numerics.profile import NumericsProfile
+        from rlloop.numerics.profile import Drift, NumericsProfile
+        from rlloop.study.drifted import as_computed
 
         certified = {line.fingerprints.get("trainer") for line in self.run.lines} - {None}
         sampled = [(set(row.versions or [row.policy_version]), row) for row in self.kept]
@@ -92,6 +93,8 @@ class Rescored:
                     base, dtype=config.model.dtype, device=config.device, profile=profile,
                     quantize=config.model.quantize,
                 )  # fmt: skip
+                if config.rollout.drift.both_sides:
+                    model = as_computed(model, Drift(**vars(config.rollout.drift)), version)
                 if adapter is not None:
                     model = with_stored_adapter(model, adapter)
             except (RlloopError, OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from rlloop.errors import ConfigError
 from rlloop.numerics.profile import DRIFTS, FP8_PRODUCTS, Drift, NumericsProfile, allows, choices
 
 KNOBS = {field.name: field.default for field in fields(NumericsProfile) if field.name != "drift"}
+ENGINES_OWN = ("activations", "products", "cache", "logits", "stale_steps", "lossy_sync")  # of a drift: no trainer's
 
 _Profile: Any = make_dataclass("_Profile", [(knob, str, default) for knob, default in KNOBS.items()])
 _Departures: Any = make_dataclass("_Departures", [(knob, str | None, None) for knob in KNOBS])
@@ -63,11 +64,18 @@ class DriftConfig(_Drift):
                 "rollout.drift.lossy_sync=true says what weights the engine has (bf16, with lost updates); leave "
                 "rollout.drift.weights at none and rollout.drift.stale_steps at 0"
             )
+        if self.both_sides and (self.weights == "none" or any(self.departs(name) for name in ENGINES_OWN)):
+            raise ConfigError(
+                "rollout.drift.both_sides=true rounds the trainer's weights as the engine's; set rollout.drift.weights"
+                f" to their type, and leave rollout.drift's {', '.join(ENGINES_OWN)} alone, which only engines have"
+            )
+
+    def departs(self, name: str) -> bool:
+        """True if a key makes the engine another."""
+        return getattr(self, name) != getattr(Drift, name)
 
     @property
     def declared(self) -> list[str]:
         """The keys that make a difference, as `key=value`; empty: the engine computes what the trainer does."""
-        plain, scoped = DriftConfig(), ("granularity", "from_step")  # these two say how and when, not what
-        return [
-            f"{key}={value}" for key, value in vars(self).items() if key not in scoped and value != vars(plain)[key]
-        ]
+        scoped = ("granularity", "from_step", "both_sides")  # these say how, when and where, not what
+        return [f"{key}={value}" for key, value in vars(self).items() if key not in scoped and self.departs(key)]

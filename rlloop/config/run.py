@@ -230,7 +230,7 @@ class RunConfig:
     def _check_parity(self) -> None:
         if self.parity.mode is not ParityMode.require:
             return
-        if self.rollout.drift.declared:
+        if self.rollout.drift.declared and not self.rollout.drift.both_sides:
             raise ConfigError(
                 f"rollout.drift has {', '.join(self.rollout.drift.declared)}: the engine would sample from another "
                 "policy than the trainer's, which parity.mode=require refuses; set parity.mode=observe to measure what "

@@ -14,7 +14,7 @@ from rlloop.loop.schedule import InStep
 from rlloop.numerics.profile import Drift
 from rlloop.rollout import Engine
 from rlloop.runs.folder import RunFolder
-from rlloop.study.drifted import DriftedSync, drifted_copy
+from rlloop.study.drifted import BothSidesSync, DriftedSync, both_sides_view, drifted_copy
 from rlloop.sync.colocated import ColocatedSync
 from rlloop.trainer import CheckpointStore
 
@@ -24,23 +24,29 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     """Trainer and engine in this process, sharing one model's parameters."""
     path = prepared.task.model_folder()
     model = load(config, path)
+    drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
+    departs = drift is not None and not drift.both_sides
+    if drift is not None and drift.both_sides:
+        model = both_sides_view(model, drift)
     trainer = make_trainer(model, config, path)
     history = make_history(model, trainer, config)
     schedule = None if history is None else Partial(config, history)
     sampled = config.rollout.profile.over(config.model.profile)
-    drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
-    differs = drift is not None or sampled != config.model.profile
+    differs = departs or sampled != config.model.profile
     with ExitStack() as stack:
-        engine = make_engine(model if drift is None else drifted_copy(model), sampled, config.rollout, drift)
-        eval_engine = make_engine(model, config.model.profile, config.rollout) if differs else engine
+        engine = make_engine(drifted_copy(model) if departs else model, sampled, config.rollout, drift)
+        trained = None if departs else drift
+        eval_engine = make_engine(model, config.model.profile, config.rollout, trained) if differs else engine
         engines = dict.fromkeys((engine, eval_engine))
         for each in engines:
             if close := getattr(each, "close", None):
                 stack.callback(close)  # vLLM's sleep mode and process groups are the process's
         sync = ColocatedSync(*engines)
-        if drift is not None:
+        if departs:
             assert isinstance(engine, Engine), "only the embedded engine drifts"
             sync = DriftedSync(model, engine, eval_engine)
+        elif drift is not None:
+            sync = BothSidesSync(model, trainer, drift, *engines)
         yield Parts(
             task=prepared.task,
             engine=engine,

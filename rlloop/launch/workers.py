@@ -146,7 +146,8 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
         reference = load_model(
             source, dtype=settings.dtype, profile=model.profile, context=home, quantize=settings.quantize
         )
-    return Trainer(model, config.trainer, reference=reference, redraws=config.redraws)
+    apart = config.rollout.drift.both_sides
+    return Trainer(model, config.trainer, reference=reference, redraws=config.redraws, apart=apart)
 
 
 def make_history(model: Model, trainer: Trainer, config: RunConfig) -> WeightHistory | None:

@@ -67,6 +67,7 @@ class Drift:
     stale_steps: int = 0  # age of the engine's weights in steps
     lossy_sync: bool = False  # the engine holds bf16 weights and adds bf16 differences to them
     from_step: int = 1  # first step with drift
+    both_sides: bool = False  # the trainer computes with the same rounded weights, so nothing differs: a control
 
     def __post_init__(self) -> None:
         for name, values in DRIFTS.items():
@@ -144,7 +145,8 @@ class NumericsProfile:
     @property
     def holds_contract(self) -> bool:
         """True if every operation is batch-invariant, or declares it, so that `parity.mode=require` can hold."""
-        return self.drift is None and all(batch_invariant(getattr(self, op)) for op in self.operations())
+        departs = self.drift is not None and not self.drift.both_sides
+        return not departs and all(batch_invariant(getattr(self, op)) for op in self.operations())
 
     @property
     def for_cpus(self) -> list[str]:

@@ -164,6 +164,14 @@ def differences(arms: Sequence[Arm]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows.items() if len(set(values)) > 1 and not repeats(key, rows)]
 
 
+def departures(arm: Arm, arms: Sequence[Arm]) -> int:
+    """The number of keys in which arms differ and this one has no default: fewest in the control."""
+    config = arm.runs[0].config
+    keys = [key for key, values in differences(arms) if key != "seed"]
+    defaults = with_defaults({}, keys)
+    return sum(config.get(key, defaults.get(key)) != defaults.get(key) for key in keys)
+
+
 def repeats(key: str, rows: Mapping[str, Sequence[Any]]) -> bool:
     """True if a key without its first sections exists with the same values: one section refers to another."""
     sections = key.split(".")
@@ -210,6 +218,47 @@ def over_seeds(arm: Arm, of: Callable[[Run], float | None], form: str = "{:.3f}"
         return "-"
     mean, low, high = (form.format(x) for x in (np.mean(values), min(values), max(values)))
     return mean if low == high == mean else f"{mean} ({low} to {high})"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds, with its bootstrap confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+RESAMPLES, CONFIDENCE = 10_000, 0.95
+
+
+def bootstrap(values: Sequence[float]) -> Interval | None:
+    """The percentile bootstrap over seeds: quantiles of the means of as many values, drawn again with replacement. None
+    for fewer than two values.
+
+    Crude for few: of three values one resample in 27 is the smallest alone, so the interval is their range.
+    """
+    if len(values) < 2:
+        return None
+    each = np.asarray(values, np.float64)
+    means = np.random.default_rng(0).choice(each, (RESAMPLES, len(each))).mean(1)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(float(each.mean()), float(low), float(high), len(each))
+
+
+def ends(arm: Arm, metric: str) -> dict[int, float]:
+    """The last value of a metric, by seed."""
+    return {run.seed: series[-1][1] for run in arm.runs if (series := run.series(metric))}
+
+
+def difference(arm: Arm, control: Arm, metric: str) -> Interval | None:
+    """The difference from the control at the end, paired by seed: both began alike."""
+    own, others = ends(arm, metric), ends(control, metric)
+    return bootstrap([own[seed] - others[seed] for seed in own if seed in others])
 
 
 def verdict_of(arm: Arm, metric: str = "eval/reward") -> str:

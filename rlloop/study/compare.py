@@ -16,19 +16,27 @@ from rlloop.errors import ConfigError
 from rlloop.runs.console import clock
 from rlloop.runs.folder import require_run, summarize
 from rlloop.study.analysis import (
+    CONFIDENCE,
+    RESAMPLES,
     Arm,
     CollapseRule,
     Dose,
+    Interval,
     Run,
     arms_of,
+    bootstrap,
+    departures,
+    difference,
     differences,
     dose,
+    ends,
     last_part,
     over_seeds,
     verdict_of,
 )
 
 Rows = list[tuple[str, list[str]]]  # (label, a cell for each arm)
+SOLVED = "eval/solved"
 SIDE_BY_SIDE = 4  # more arms than this become rows of the page's tables
 LABEL, CELL = 28, 22  # widths of a printed table's columns, in characters
 
@@ -57,7 +65,9 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
     arms = arms_of(runs)
     doses = {run.path: dose(run, CollapseRule.of(run).verdict(run.records)) for run in runs}
     if len(paths) == 1:  # a multirun's folders are sorted by name; the control, without a mismatch, goes first
-        arms.sort(key=lambda arm: any(doses[run.path].largest > 0 for run in arm.runs))
+        arms = sorted(
+            arms, key=lambda arm: (any(doses[run.path].largest > 0 for run in arm.runs), departures(arm, arms))
+        )
     names = [arm.name for arm in arms]
     outcomes, configuration = _outcomes(arms, doses), differences(arms)
     console = Console()
@@ -108,6 +118,8 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         ("seeds", [", ".join(str(run.seed) for run in arm.runs) for arm in arms]),
         ("steps", each(lambda run: summaries[run.path]["step"], "{:.0f}")),
         ("pass@1, held-out", [curve(arm, "eval/solved") for arm in arms]),
+        ("pass@1 at the end, 95% interval", [_text(bootstrap([*ends(arm, SOLVED).values()])) for arm in arms]),
+        (f"its difference from {arms[0].name}", ["-", *(_text(difference(arm, arms[0], SOLVED)) for arm in arms[1:])]),
         ("reward, held-out", [curve(arm, "eval/reward") for arm in arms]),
         ("pass@1, held-out, through the engine", [curve(arm, "eval/engine_solved") for arm in arms]),
         ("reward, training", [curve(arm, "reward/mean") for arm in arms]),
@@ -137,6 +149,10 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
     if not _judged(arms, doses):
         rows = [row for row in rows if not row[0].startswith(("verdict", "KL as applied"))]
     return [row for row in rows if set(row[1]) != {"-"}]
+
+
+def _text(interval: Interval | None) -> str:
+    return "-" if interval is None else str(interval)
 
 
 def _judged(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bool:
@@ -169,9 +185,18 @@ def _write(
     names, machines = [arm.name for arm in arms], _machines(arms)
     data = {
         "rule": rules,
+        "intervals": {
+            "confidence": CONFIDENCE,
+            "method": f"percentile bootstrap over seeds, {RESAMPLES} resamples by numpy's default_rng(0)",
+            "control": names[0],
+        },
         "arms": {
             name: {
                 "runs": [{"path": str(run.path), "seed": run.seed, "dose": vars(doses[run.path])} for run in arm.runs],
+                "end": {
+                    "pass@1": _interval(bootstrap([*ends(arm, SOLVED).values()])),
+                    "difference": _interval(difference(arm, arms[0], SOLVED)) if index else None,
+                },
                 "outcomes": {label: cells[index] for label, cells in outcomes},
                 "configuration": {label: cells[index] for label, cells in configuration},
             }
@@ -186,6 +211,10 @@ def _write(
         output.with_suffix(".json"): (json.dumps(data, indent=1) + "\n").encode(),
     }
     return _save(files)
+
+
+def _interval(interval: Interval | None) -> dict[str, Any] | None:
+    return None if interval is None else vars(interval)
 
 
 def _save(files: Mapping[Path, bytes]) -> list[Path]:
@@ -247,7 +276,9 @@ def _page(
         "<h2>Dose and response</h2><p>One point a run. The dose is the KL (k3) between engine and trainer, averaged "
         "from the first step in which it is not 0 to the collapse, or to the end where there is none.</p>",
         picture("held-out pass@1 against KL", response),
-        f"<h2>Outcomes</h2><p>Means over seeds, with the smallest and the largest.</p>{table(rest)}",
+        "<h2>Outcomes</h2><p>Means over seeds, with the smallest and the largest. In brackets: 95% intervals by a "
+        f"bootstrap over seeds ({RESAMPLES:,} resamples). Differences are paired by seed. With three seeds an "
+        f"interval is crude: it is their range.</p>{table(rest)}",
         "<h2>Configuration: the keys that differ, and no other does</h2>",
         table(configuration) if configuration else "<p>None.</p>",
         f"<p>{html.escape('; '.join(machines))}</p>" if machines else "",

@@ -2,12 +2,16 @@
 
 The engine's model is a copy. Each version rewrites it in place from the trainer's weights: rounded to a narrow dtype as
 engines store it, or some steps old, or (a defect, not numerics) by adding differences that its dtype cannot hold.
+
+Or, as a control, the trainer computes with the rounded weights too: then they are one model's, and nothing differs.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +27,7 @@ from rlloop.study.drifted_ops import DriftedOps, drifted_ops
 from rlloop.study.fp8 import fits
 from rlloop.study.quantize import quantized
 from rlloop.sync.colocated import Versioned
+from rlloop.trainer.master_weights import Rounding
 
 FILE = "drifted_sync.safetensors"
 KEPT = ("embed_tokens", "lm_head", ".gate.", ".indexer.", "_bias")  # names of weights that engines do not quantise
@@ -65,14 +70,14 @@ class DriftedSync:
                 served = max(version - self.drift.stale_steps, min(self._published, default=version))
             source = now if served == version else self._published[served]
             for name, own in self._own.items():
-                own.copy_(self._rounded(name, source[name]) if drifting else source[name])
+                own.copy_(rounded(self.drift, name, source[name]) if drifting else source[name])
                 if isinstance(model.ops, DriftedOps) and self._multiplies_fp8(name, own):
                     model.ops.narrow(own, source[name])
         self._published[version] = now
         for old in [each for each in self._published if each < version - self.drift.stale_steps]:
             del self._published[old]
         self._engine.set_version(served)
-        return {"sync/weight_error": self._error(now)}
+        return {"sync/weight_error": _error(self._own, now)}
 
     def save(self, folder: Path) -> None:
         """Save the engine's weights, and the trainer's last ones, which a resumed run cannot recompute."""
@@ -91,12 +96,6 @@ class DriftedSync:
             else:
                 self._published.setdefault(int(owner), {})[name] = tensor
 
-    def _rounded(self, name: str, weight: Tensor) -> Tensor:
-        kind = "bf16" if self.drift.lossy_sync else self.drift.weights
-        if kind == "none" or (kind != "bf16" and _kept(name, weight)):
-            return weight
-        return quantized(weight, kind, self.drift.granularity)
-
     def _multiplies_fp8(self, name: str, weight: Tensor) -> bool:
         return self.drift.products == "fp8" and not _kept(name, weight) and fits(weight)
 
@@ -106,11 +105,68 @@ class DriftedSync:
             difference = (now[name] - before[name]).bfloat16()
             own.copy_(own.bfloat16() + difference)
 
-    def _error(self, now: dict[str, Tensor]) -> float:
-        """Norm of the difference from the trainer's current weights, divided by their norm."""
-        apart = torch.stack([(own - now[name]).double().square().sum() for name, own in self._own.items()]).sum()
-        whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
-        return float((apart / whole).sqrt())  # one synchronisation with the device, not one for each weight
+
+class RoundsWeights(Protocol):
+    @property
+    def masters(self) -> Mapping[str, Tensor]: ...
+
+    def round_weights(self, rounding: Rounding) -> None: ...
+
+
+class BothSidesSync:
+    """Sync of engines that share the parameters of `trained`, which its trainer rounds from the drift's first step on.
+
+    A checkpoint has the masters, and each version is rounded from them, so a resumed run needs no more.
+    """
+
+    def __init__(self, trained: Model, trainer: RoundsWeights, drift: Drift, *engines: Versioned) -> None:
+        assert drift.both_sides
+        self.drift, self._trained, self._trainer, self._engines = drift, trained, trainer, engines
+        self._rounds = False
+
+    @torch.no_grad()
+    def publish(self, version: int) -> dict[str, float]:
+        """As `DriftedSync.publish`; `sync/weight_error` is that of the trainer's own weights from its masters."""
+        if version >= self.drift.from_step - 1 and not self._rounds:
+            self._rounds = True
+            self._trainer.round_weights(partial(rounded, self.drift))
+        for engine in self._engines:
+            engine.set_version(version)
+        if not self._rounds:
+            return {"sync/weight_error": 0.0}
+        live = ParameterStore(self._trained).tensors()
+        masters = {name: each.to(self._trained.device) for name, each in self._trainer.masters.items()}
+        return {"sync/weight_error": _error({name: live[name] for name in masters}, masters)}
+
+
+def rounded(drift: Drift, name: str, weight: Tensor) -> Tensor:
+    """The weight as an engine with this drift stores it."""
+    kind = "bf16" if drift.lossy_sync else drift.weights
+    if kind == "none" or (kind != "bf16" and _kept(name, weight)):
+        return weight
+    return quantized(weight, kind, drift.granularity)
+
+
+def as_computed(model: Model, drift: Drift, version: int) -> Model:
+    """A view of `model`, masters of `version` as a checkpoint has them, as engine and trainer computed under a drift on
+    both sides. Rounds the model's weights in place."""
+    if version >= drift.from_step - 1:
+        ParameterStore(model).copy_from(
+            {name: rounded(drift, name, each) for name, each in ParameterStore(model).tensors().items()}
+        )
+    return both_sides_view(model, drift)
+
+
+def both_sides_view(model: Model, drift: Drift) -> Model:
+    """A view of `model` whose fingerprint says that its weights are rounded."""
+    return model.with_profile(dataclasses.replace(model.profile, drift=drift), drifted_ops)
+
+
+def _error(own: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> float:
+    """Norm of the difference from the trainer's current weights, divided by their norm."""
+    apart = torch.stack([(each - now[name]).double().square().sum() for name, each in own.items()]).sum()
+    whole = torch.stack([weight.double().square().sum() for weight in now.values()]).sum()
+    return float((apart / whole).sqrt())  # one synchronisation with the device, not one for each weight
 
 
 def check_drift(drift: Drift, device: torch.device) -> None:

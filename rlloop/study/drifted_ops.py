@@ -23,7 +23,7 @@ from rlloop.study.quantize import e4m3, e4m3_rows, rounded_activation
 @functools.cache
 def drifted_ops(profile: NumericsProfile) -> Ops:
     """The operations of a profile, drifted where it declares a drift."""
-    return ops_for(profile) if profile.drift is None else DriftedOps(profile)
+    return ops_for(profile) if profile.drift is None or profile.drift.both_sides else DriftedOps(profile)
 
 
 class DriftedOps(Ops):

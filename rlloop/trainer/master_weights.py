@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from rlloop.trainer.offload import HostMemory
 from rlloop.trainer.shard import Shard, hosted_bytes, make_shard, padded, share_rows
 from rlloop.trainer.sharded_layers import ShardedLayers
 
+Rounding = Callable[[str, Tensor], Tensor]  # name and weight -> what is computed with
+
 
 class MasterWeights:
     """The weights that train, by Hugging Face name; a tied weight once, frozen ones left out.
@@ -38,9 +40,9 @@ class MasterWeights:
     more exact, if these round to the live ones; otherwise (new or changed weights) from the live ones.
     """
 
-    def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False) -> None:
+    def __init__(self, model: Model, *, shard_layers: bool = False, hosted: bool = False, apart: bool = False) -> None:
         """`shard_layers`: the layers' compute copy has memory only while they compute; see `ShardedLayers`. `hosted`:
-        masters of another type than the compute copy's lie in host memory."""
+        masters of another type than the compute copy's lie in host memory. `apart`: no master is a live parameter."""
         if shard_layers and is_quantised(model):
             raise ConfigError("trainer.shard=parameters is not for quantize=fp8, whose blocks are whole; use optimizer")
         self.parameters = ParameterStore(model)
@@ -53,12 +55,13 @@ class MasterWeights:
             size = sum(hosted_bytes(entry.live, owners[name][0]) for name, entry in trained.items())
             self.home = HostMemory(size, self.device)
         self.shards = {
-            name: make_shard(name, entry.live, *owners[name], entry.scale, apart=shard_layers, home=self.home)
+            name: make_shard(name, entry.live, *owners[name], entry.scale, apart=shard_layers or apart, home=self.home)
             for name, entry in trained.items()
         }
         self.sums: dict[
             str, Tensor
         ] = {}  # gradients of the masters, as `Shard.flat`; absent: no micro-batch reached it
+        self.rounding: Rounding | None = None  # of the compute copy, beyond its type; for masters that are apart
         self._rounded: set[str] = set()  # hosted masters whose values `round_piece` has published
         self.gradients = GradientSum(model, self.shards, in_step=shard_layers)
         self.layers: ShardedLayers | None = None
@@ -172,6 +175,9 @@ class MasterWeights:
                 self._published(shard).copy_(shard.scaled)
         whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
         share_rows((shard, shard.live.detach()) for shard in whole)
+        if self.rounding is not None:
+            for name, shard in self.shards.items():
+                shard.live.copy_(self.rounding(name, shard.live.detach()))
 
     def _published(self, shard: Shard) -> Tensor:
         """This rank's rows of the compute copy, to write into."""

@@ -26,7 +26,7 @@ from rlloop.models.scoring import score_prompt
 from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
-from rlloop.trainer.master_weights import MasterWeights
+from rlloop.trainer.master_weights import MasterWeights, Rounding
 from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
@@ -67,12 +67,19 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Model, config: TrainerConfig, *, reference: Model | None = None, redraws: bool = True
+        self,
+        model: Model,
+        config: TrainerConfig,
+        *,
+        reference: Model | None = None,
+        redraws: bool = True,
+        apart: bool = False,
     ) -> None:
         """`reference`: a model with weights of its own that is only scored, for KL terms. One that was loaded on
         another device, such as the host's, is moved to the trainer's for each use and back.
 
-        `redraws`: draw an engine's tokens again, to compare them.
+        `redraws`: draw an engine's tokens again, to compare them. `apart`: no master is a live parameter, even of a
+        model that computes in float32, so that `round_weights` may round those.
 
         Sets `model.checkpoint_layers` to `config.checkpoint_layers`. Raises `ConfigError` for settings that the model
         does not support.
@@ -89,7 +96,7 @@ class Trainer:
             raise ConfigError(MASTERS_STAY.format(str(model.dtype).removeprefix("torch.")))
         if config.share_prompts and (reason := why_not_shared(model, trains=True)) is not None:
             raise ConfigError(f"trainer.share_prompts: {reason}; set it to false")
-        self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters")
+        self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters", apart=apart)
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False
         self.moe = MoeTraining(model, config)
@@ -99,6 +106,14 @@ class Trainer:
     def masters(self) -> Mapping[str, Tensor]:
         """The weights that train, float32, by Hugging Face name: the rows that this rank owns."""
         return self._masters.tensors
+
+    def round_weights(self, rounding: Rounding) -> None:
+        """From now on compute with `rounding(name, weight)` in each weight's place. Gradients by the rounded weights go
+        straight through to the masters, which stay as exact as they are."""
+        assert not any(shard.shares_memory for shard in self._masters.shards.values())
+        assert self._masters.layers is None
+        self._masters.rounding = rounding
+        self._masters.publish()
 
     def recompute(self, batch: Batch) -> Recomputed:
         """[P] a sequence, without training: the bits that `forward_backward` would report now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from rlloop.cli.main import main
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
+from rlloop.metrics import is_timing
 from rlloop.recipes.countdown import warmstart
 from rlloop.runs.folder import read_config, read_records, read_rollouts, rollout_files
 
@@ -53,11 +55,18 @@ def test_arms_differ_in_the_engine_alone(arm):
     # On the device that has every arm's kernels: a CPU refuses those of fp8.
     zero = control("countdown/collapse", "arm=zero_kld", "device=cuda")
     other = build(compose_recipe("countdown/collapse", [f"arm={arm}", "device=cuda"]))
-    departs = bool(other.rollout.drift.declared) or other.rollout.profile != zero.rollout.profile
-    assert (other.parity.mode is ParityMode.observe) == departs == (arm != "zero_kld")
-    if arm.endswith("_tis"):
-        assert other.algorithm.correction == {"tis": {"cap": 2.0}}
+    drift = other.rollout.drift
+    departs = bool(drift.declared and not drift.both_sides) or other.rollout.profile != zero.rollout.profile
+    assert (other.parity.mode is ParityMode.observe) == departs
+    assert departs != (arm in ("zero_kld", "other_batches") or arm.endswith("_both_sides"))
+    if arm.endswith(("_tis", "_none")):
+        assert other.algorithm.anchor is Anchor.trainer
+        assert other.algorithm.correction == ({"tis": {"cap": 2.0}} if arm.endswith("_tis") else {})
         other.algorithm = zero.algorithm
+    if arm == "other_batches":
+        for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching"):
+            assert getattr(other.rollout, key) != getattr(zero.rollout, key)
+            setattr(other.rollout, key, getattr(zero.rollout, key))
     other.parity, other.rollout.drift, other.rollout.profile = zero.parity, zero.rollout.drift, zero.rollout.profile
     assert other == zero
 
@@ -99,6 +108,51 @@ def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
     records = list(read_records(tmp_path / "switched" / "metrics.jsonl"))
     assert records[1]["parity/k3"] == 0 < records[2]["parity/k3"]
     assert read_config(tmp_path / "switched")["rollout"]["drift"]["from_step"] == 2
+
+
+def trained(folder: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """A run's records after its start, without times, and its last checkpoint's tensors."""
+    records = [
+        {name: value for name, value in record.items() if not (is_timing(name) or name.startswith("sync/"))}
+        for record in list(read_records(folder / "metrics.jsonl"))[1:]
+    ]
+    last = folder / "checkpoints" / f"step_{records[-1]['step']}"
+    return records, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+
+
+def test_other_batch_sizes_in_the_engine_change_no_bit_of_a_run(tmp_path):
+    small = ["rollout.max_batch_tokens=7", "rollout.max_cache_tokens=40", "trainer.num_steps=3"]
+    assert train("arm=zero_kld", "trainer.num_steps=3", "run.dir=zero") == 0
+    assert train("arm=other_batches", *small, "run.dir=small") == 0
+    zero, other = trained(tmp_path / "zero"), trained(tmp_path / "small")
+    assert zero == other
+    assert any(record["loss/grad_norm"] > 0 for record in zero[0])
+
+
+def test_weights_rounded_on_both_sides_leave_engine_and_trainer_equal(tmp_path, capsys):
+    settings, arm = ("eval.every=1", "checkpoint.every=1"), ("arm=switched_fp4_both_sides", "rollout.drift.from_step=3")
+    assert train("arm=zero_kld", *settings, "trainer.num_steps=4", "run.dir=zero") == 0
+    assert train(*arm, *settings, "trainer.num_steps=4", "run.dir=whole") == 0
+    for last in (2, 3, 4):  # resumed where the drift begins, and after it
+        assert train(*arm, *settings, f"trainer.num_steps={last}", "run.dir=broken") == 0
+    (zero, exact), (records, weights), (again, resumed) = (
+        trained(tmp_path / name) for name in ("zero", "whole", "broken")
+    )
+    assert (again, resumed) == (records, weights)
+    assert records[0] == zero[0]
+    assert records[1]["loss/grad_norm"] == zero[1]["loss/grad_norm"]  # its evaluation is of the rounded weights
+    assert records[3]["loss/grad_norm"] != zero[3]["loss/grad_norm"]
+    assert weights["model.safetensors"] != exact["model.safetensors"]
+    for record in records:
+        assert (record["parity/k3"], record["parity/tokens_different"]) == (0, 0)
+        assert record["parity/tokens"] > 0
+    metrics = list(read_records(tmp_path / "whole" / "metrics.jsonl"))[1:]
+    errors = [record["sync/weight_error"] for record in metrics]
+    assert errors[:2] == [0, 0]
+    assert min(errors[2:]) > 0.01
+    capsys.readouterr()
+    assert main(["verify", "whole", "--all"]) == 0  # scores again under the last checkpoints' weights, rounded
+    assert "drawn again under the weights that it began with, step_3;" in capsys.readouterr().out
 
 
 def test_the_command_that_resumes_a_job_of_a_multirun_is_one(tmp_path):

@@ -308,6 +308,16 @@ def test_lossy_sync_says_what_the_weights_are_by_itself():
         configured("parity.mode=observe", "rollout.drift.lossy_sync=true", "rollout.drift.weights=int4")
 
 
+def test_a_drift_on_both_sides_is_one_of_weights_alone_and_keeps_the_contract():
+    drift = configured("rollout.drift.both_sides=true", "rollout.drift.weights=fp4").rollout.drift
+    assert drift.declared == ["weights=fp4"]
+    for keys in (["weights=none"], ["weights=fp4", "activations=fp4"], ["weights=fp8", "stale_steps=1"]):
+        with pytest.raises(ConfigError, match=r"both_sides=true rounds the trainer's weights as the engine's; set"):
+            configured(
+                "rollout.drift.both_sides=true", "parity.mode=observe", *(f"rollout.drift.{key}" for key in keys)
+            )
+
+
 def test_without_a_drift_its_other_keys_make_no_difference():
     assert configured("rollout.drift.from_step=9", "rollout.drift.granularity=block").rollout.drift.declared == []
 

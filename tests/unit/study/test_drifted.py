@@ -49,7 +49,7 @@ def test_the_declaration_stands_in_the_fingerprint_from_the_beginning():
     assert pair.engine.fingerprint() == before != pair.model.fingerprint()
     assert before["profile"]["drift"] == {
         "weights": "int4", "granularity": "channel", "activations": "none", "products": "none", "cache": "none",
-        "logits": "float32", "stale_steps": 0, "lossy_sync": False, "from_step": 3,
+        "logits": "float32", "stale_steps": 0, "lossy_sync": False, "from_step": 3, "both_sides": False,
     }  # fmt: skip
 
 

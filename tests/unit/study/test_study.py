@@ -1,3 +1,4 @@
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -8,7 +9,20 @@ import yaml
 
 from rlloop.cli.main import main
 from rlloop.config.resume import flatten
-from rlloop.study.analysis import Arm, CollapseRule, Run, arms_of, band, differences, dose, over_seeds, verdict_of
+from rlloop.study.analysis import (
+    Arm,
+    CollapseRule,
+    Run,
+    arms_of,
+    band,
+    bootstrap,
+    departures,
+    difference,
+    differences,
+    dose,
+    over_seeds,
+    verdict_of,
+)
 from rlloop.study.plots import draw_arms
 
 RULE = CollapseRule(fraction=0.5, evaluations=3)
@@ -135,6 +149,37 @@ def test_numbers_over_seeds_say_their_spread():
     assert over_seeds(arm, lambda run: None) == "-"
 
 
+def test_an_interval_is_the_percentile_bootstrap_over_seeds():
+    values = [0.1, 0.2, 0.4, 0.5, 0.9]
+    found = bootstrap(values)
+    assert found is not None
+    assert (found.mean, found.seeds) == (pytest.approx(0.42), 5)
+    every = np.sort([np.mean(each) for each in itertools.product(values, repeat=5)])  # all 3,125 resamples
+    assert (found.low, found.high) == pytest.approx(np.quantile(every, [0.025, 0.975]), abs=0.02)
+    assert found == bootstrap(values)
+    three = bootstrap([0.3, 0.1, 0.2])
+    assert three is not None
+    assert str(three) == "0.200 [0.100, 0.300]"  # of three seeds it is their range
+    assert bootstrap([0.3]) is bootstrap([]) is None
+
+
+def test_a_difference_is_paired_by_seed():
+    control = Arm("zero", [run(f"z{seed}", seed, [0.0, 0.0], [0.1, 0.3 + seed / 10]) for seed in range(4)])
+    arm = Arm("x", [run(f"x{seed}", seed, [0.0, 0.1], [0.9, 0.2 + seed / 10]) for seed in (3, 1, 7)])
+    found = difference(arm, control, "eval/solved")  # seed 7 has no partner; spread over seeds cancels
+    assert found is not None
+    assert (found.mean, found.low, found.high, found.seeds) == (*[pytest.approx(-0.1)] * 3, 2)
+    assert difference(Arm("y", arm.runs[:1]), control, "eval/solved") is None
+
+
+def test_the_control_departs_from_the_defaults_in_no_key_that_differs():
+    drifts = {"zero": {"weights": "none"}, "both": {"weights": "fp4", "both_sides": True}}
+    arms = arms_of(
+        [run(name, 0, [0.0], [0.5], rollout={"page_size": 16, "drift": each}) for name, each in drifts.items()]
+    )
+    assert [departures(arm, arms) for arm in arms] == [0, 2]
+
+
 def test_a_verdict_counts_seeds():
     fallen = [run("a", i, [0.0] * 4, [0.8, 0.1, 0.1, 0.1]) for i in range(2)]
     kept = run("b", 2, [0.0] * 4, [0.8] * 4)
@@ -186,6 +231,10 @@ def test_compare_reports_a_multirun_in_one_page_with_its_pictures_and_data(study
     assert data["arms"]["int4"]["outcomes"]["pass@1, held-out"] == "0.300 -> 0.100 (best 0.500)"
     assert data["arms"]["int4"]["outcomes"]["pass@1, held-out, through the engine"] == "0.150 -> 0.050 (best 0.250)"
     assert data["arms"]["int4"]["outcomes"]["tokens that differ"] == "100 of 100"
+    assert data["arms"]["int4"]["outcomes"]["its difference from zero"] == "-0.500 [-0.500, -0.500]"
+    assert data["arms"]["int4"]["end"]["pass@1"] == {"mean": 0.1, "low": 0.1, "high": 0.1, "seeds": 2}
+    assert data["arms"]["zero"]["end"]["difference"] is None
+    assert data["intervals"]["control"] == "zero"
     assert data["arms"]["zero"]["runs"][1]["seed"] == 1
     assert [run["dose"]["mean"] for run in data["arms"]["int4"]["runs"]] == [0.02, 0.02]
 
