@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +87,11 @@ def make_folder(model: str, folder: Path) -> None:
     torch.cuda.empty_cache()  # for whoever loads it
 
 
+def save_random(config: Mapping[str, Any], folder: str | Path) -> None:
+    """A random checkpoint, by a process of its own, so that its memory is free again."""
+    subprocess.run([sys.executable, __file__, json.dumps(config), str(folder)], check=True)
+
+
 def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: int = 5) -> list[list[float]]:
     """Seconds of one call in each round, for each of several ways to do the same work, which take turns.
 
@@ -111,3 +119,9 @@ def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: i
             end.synchronize()
             times[i].append(begin.elapsed_time(end) / 1000 / replays / len(calls))
     return times
+
+
+if __name__ == "__main__":
+    from rlloop.models import save_model
+
+    save_model(random_model(json.loads(sys.argv[1]), "cuda" if torch.cuda.is_available() else "cpu"), Path(sys.argv[2]))

@@ -48,6 +48,11 @@ TABLES = {
         parts="--cells, --seconds",
     ),
     "step": Table("gpu_step.py", "a whole RL step", 15, "--vllm", peer="vllm", parts="--only"),
+    "long": Table(
+        "long_context.py", "training on one sequence of 32k to 256k tokens", 10, peer="transformers",
+        parts="--only, --seconds",
+    ),
+    "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
     "attention": Table("gpu_attention.py", "attention: decode, prefill, chunks", 5, more="vllm"),
     "linear": Table("gpu_linear.py", "products beside cuBLAS", 10, more="vllm, batch_invariant_ops"),
     "experts": Table("gpu_experts.py", "a layer's experts", 5, more="vllm"),
