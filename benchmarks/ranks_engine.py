@@ -5,7 +5,7 @@
 rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_size=N` (`--vllm`), by default and
 batch-invariant. All engines have started before the first runs, and then they take turns, a workload at a time: one
 round each to warm up, then three on new prompts; least, median and most are printed, and medians recorded. Every rank
-must make the same tokens. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
+must make the same tokens. CACHE_GIB=12 in the environment lets the engines fit on GPUs of 80 GB together. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ QWEN3_8B: dict[str, Any] = {
     "eos_token_id": 151645, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2  # of keys and values, over all ranks
-CACHE_BYTES = 28 << 30  # of keys and values, on each GPU
+CACHE_BYTES = int(os.environ.get("CACHE_GIB", "28")) << 30  # of keys and values, of each engine on each GPU
 LONGEST, RUNNING, ROUNDS = 2048, 512, 3
 READY, DONE = "#ready", "#done "
 SIDES = {  # name -> environment
@@ -171,7 +171,8 @@ class Side:
         return float(self.until(DONE))
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
         self._process.wait()
 
 
