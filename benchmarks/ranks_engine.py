@@ -5,7 +5,8 @@
 rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_size=N` (`--vllm`), by default and
 batch-invariant. All engines have started before the first runs, and then they take turns, a workload at a time: one
 round each to warm up, then three on new prompts; least, median and most are printed, and medians recorded. Every rank
-must make the same tokens. CACHE_GIB=12 in the environment lets the engines fit on GPUs of 80 GB together. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
+must make the same tokens. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
+CACHE_GIB=11 in the environment lets the engines fit on GPUs of 80 GB together.
 """
 
 from __future__ import annotations

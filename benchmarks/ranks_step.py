@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ class Processes:
 
     def close(self) -> None:
         for process in self._all:
-            os.killpg(process.pid, signal.SIGKILL)  # vLLM has processes of its own
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM has processes of its own
             process.wait()
 
 
