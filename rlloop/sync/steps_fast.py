@@ -19,7 +19,6 @@ SLOTS = 32  # classes at most that are counted by blocks
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk
 _PUT = 1024  # elements that are written before they are read back
 _AHEAD = 1 << 11  # elements that are fetched ahead of a pass
-_DENSE = 16  # above one change in this many elements, visiting changes is slower than visiting elements
 
 
 @inlined
@@ -214,7 +213,7 @@ def _locate(old, base, shift, sign, floating, window, gaps, zigzags, cursor, end
     first, slots = window
     masks, before = np.empty(COUNTS * SLOTS, np.uint64), np.empty(COUNTS * SLOTS, np.int16)
     seen, rest = np.empty(256, np.int64), np.empty(8, np.uint64)
-    whole = len(old) // SPAN * SPAN if slots else 0
+    whole = len(old) // SPAN * SPAN
     for start in range(0, whole, STRETCH):
         end = min(start + STRETCH, whole)
         seen[:] = 0
@@ -324,8 +323,6 @@ class Applier:
         self._old, self._patch, self._base, self._at, self._found = old, patch, base, 0, 0
         shift, sign = np.uint32(ordering.shift), 1 << (ordering.bits - 1)
         window = _window(old, shift, np.uint32(sign - 1))
-        if len(changes.gaps) * _DENSE > len(old):
-            window = window[0], 0
         cursor, ends, left = (np.zeros(256, np.int64) for _ in range(3))
         _begin(changes.counts, changes.gaps, cursor, ends, left)
         self._arguments = (
