@@ -8,14 +8,17 @@ import numpy as np
 
 from rlloop.numerics.kernels.cpu.compiled.blocks import classes, lowest, population, where_changed, where_equal
 from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel
+from rlloop.numerics.kernels.cpu.compiled.simd import prefetch
 from rlloop.sync.steps import Changes, Ordering, Patch
-from rlloop.sync.words import outside, select
+from rlloop.sync.words import COUNTS, outside, select, up_to
 
-RANGE = 1 << 18  # elements processed at a time: source and copy fit a core's cache
+RANGE = 1 << 17  # elements processed at a time: source and copy fit a core's cache
 SPAN = 512  # elements whose classes are compared at once: eight blocks
+STRETCH = 64 * COUNTS  # elements whose classes are counted before the changes among them are made
 SLOTS = 32  # classes at most that are counted by blocks
 _NEVER = np.int64(1) << 40  # a gap larger than any chunk
-_DENSE = 16  # above one change in this many elements, visiting changes is slower than visiting elements
+_PUT = 1024  # elements that are written before they are read back
+_AHEAD = 1 << 11  # elements that are fetched ahead of a pass
 
 
 @inlined
@@ -48,10 +51,11 @@ def _change(old, new, gap, sign, floating):
 @kernel
 def _window(patterns, shift, mask):
     """The first of the classes that are counted by blocks, and their number: those of one element in 1,024 and more,
-    estimated from every 509th, and those in between."""
+    estimated from one in 509, 16 at a time since a cache line has 32, and those in between."""
     counts = np.zeros(256, np.int64)
-    for i in range(0, len(patterns), 509):
-        counts[(np.uint32(patterns[i]) & mask) >> shift] += 1
+    for start in range(0, len(patterns), 16 * 509):
+        for i in range(start, min(start + 16, len(patterns))):
+            counts[(np.uint32(patterns[i]) & mask) >> shift] += 1
     least, most = max(1, len(patterns) // (509 * 1024)), 0
     for which in range(256):
         if counts[which] > counts[most]:
@@ -69,19 +73,19 @@ def _window(patterns, shift, mask):
 
 
 @inlined
-def _masks(patterns, at, mask, shift, first, slots, masks, before, rest):
-    """Of `SPAN` elements: where each of the window's classes is, and how many of it are before each block; where none
-    of them is."""
+def _masks(patterns, at, mask, shift, first, slots, masks, before, row, column, seen, rest):
+    """Of `SPAN` elements: where each of the window's classes is, and how many of it are before each block, in
+    its row of `row` numbers from `column` on; where none of them is. `seen` goes on."""
     a, b = classes(patterns, at, mask, shift), classes(patterns, at + 64, mask, shift)
     c, d = classes(patterns, at + 128, mask, shift), classes(patterns, at + 192, mask, shift)
     e, f = classes(patterns, at + 256, mask, shift), classes(patterns, at + 320, mask, shift)
     g, h = classes(patterns, at + 384, mask, shift), classes(patterns, at + 448, mask, shift)
     for slot in range(slots):
-        which = np.uint8(first + slot)
-        masks[slot, 0], masks[slot, 1] = where_equal(a, which), where_equal(b, which)
-        masks[slot, 2], masks[slot, 3] = where_equal(c, which), where_equal(d, which)
-        masks[slot, 4], masks[slot, 5] = where_equal(e, which), where_equal(f, which)
-        masks[slot, 6], masks[slot, 7] = where_equal(g, which), where_equal(h, which)
+        which, i = np.uint8(first + slot), row * slot + column
+        masks[i], masks[i + 1] = where_equal(a, which), where_equal(b, which)
+        masks[i + 2], masks[i + 3] = where_equal(c, which), where_equal(d, which)
+        masks[i + 4], masks[i + 5] = where_equal(e, which), where_equal(f, which)
+        masks[i + 6], masks[i + 7] = where_equal(g, which), where_equal(h, which)
     last = np.uint8(first + slots - 1)
     rest[0], rest[1], rest[2], rest[3] = (
         outside(a, first, last), outside(b, first, last), outside(c, first, last), outside(d, first, last)
@@ -90,11 +94,11 @@ def _masks(patterns, at, mask, shift, first, slots, masks, before, rest):
         outside(e, first, last), outside(f, first, last), outside(g, first, last), outside(h, first, last)
     )  # fmt: skip
     for slot in range(slots):
-        count = np.int64(0)
+        count, i = seen[first + slot], row * slot + column
         for block in range(8):
-            before[slot, block] = count
-            count += np.int64(population(masks[slot, block]))
-        before[slot, 8] = count
+            before[i + block] = count
+            count += np.int64(population(masks[i + block]))
+        seen[first + slot] = count
 
 
 @kernel
@@ -104,14 +108,14 @@ def _scan(old, new, shift, sign, floating, indices, class_of, changes):
     Those of a class are in order. Elements of frequent classes are counted by blocks, as the bits of one number each;
     others one by one.
     """
-    seen = np.zeros(256, np.int64)  # elements of each class before the span
+    seen = np.zeros(256, np.int64)  # elements of each class so far
     since = np.zeros(256, np.int64)  # those up to its last change
     mask, count = np.uint32(sign - 1), 0
     first, slots = _window(old, shift, mask)
-    masks, before, rest = np.empty((SLOTS, 8), np.uint64), np.empty((SLOTS, 9), np.int64), np.empty(8, np.uint64)
+    masks, before, rest = np.empty(8 * SLOTS, np.uint64), np.empty(8 * SLOTS, np.int64), np.empty(8, np.uint64)
     whole = len(old) // SPAN * SPAN
     for at in range(0, whole, SPAN):
-        _masks(old, at, mask, shift, first, slots, masks, before, rest)
+        _masks(old, at, mask, shift, first, slots, masks, before, 8, 0, seen, rest)
         for block in range(8):
             start = at + 64 * block
             others = rest[block]
@@ -121,8 +125,8 @@ def _scan(old, new, shift, sign, floating, indices, class_of, changes):
                 i = start + np.int64(bit)
                 which = np.int64((np.uint32(old[i]) & mask) >> shift)
                 slot = which - first
-                below = masks[slot, block] & ((np.uint64(1) << bit) - np.uint64(1))
-                index = seen[which] + before[slot, block] + np.int64(population(below))
+                below = masks[8 * slot + block] & ((np.uint64(1) << bit) - np.uint64(1))
+                index = before[8 * slot + block] + np.int64(population(below))
                 indices[count], class_of[count] = i, which
                 changes[count] = _change(old[i], new[i], index - since[which], sign, floating)
                 since[which] = index + 1
@@ -134,8 +138,6 @@ def _scan(old, new, shift, sign, floating, indices, class_of, changes):
                     since, count,
                 )  # fmt: skip
                 others &= others - np.uint64(1)
-        for slot in range(slots):
-            seen[first + slot] += before[slot, 8]
     for i in range(whole, len(old)):
         count = _scan_one(old, new, i, shift, sign, floating, indices, class_of, changes, seen, since, count)
     return count
@@ -180,70 +182,100 @@ def _begin(counts, gaps, cursor, ends, left):
 
 
 @inlined
-def _apply_one(work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied):
+def _stepped(pattern, zigzag, sign, floating):
+    """The pattern after a step."""
+    step = np.int64(zigzag)
+    step = (((step >> 1) + 1) ^ -(step & 1)) + (step & 1)  # 1 for 0, −1 for 1, 2 for 2
+    return _pattern(_within(_order(np.int64(pattern), sign, floating) + step, sign), sign, floating)
+
+
+@inlined
+def _locate_one(old, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, found):
+    """The element is its class's next change. Callers ask for that: an inlined function with a branch counts references
+    to its arrays, by an atomic operation each."""
     at = cursor[which]
-    zigzag = np.int64(zigzags[at])
-    step = (((zigzag >> 1) + 1) ^ -(zigzag & 1)) + (zigzag & 1)  # 1 for 0, −1 for 1, 2 for 2
-    work[i] = _pattern(_within(_order(np.int64(work[i]), sign, floating) + step, sign), sign, floating)
-    indices[applied], values[applied] = base + i, work[i]
+    indices[found], values[found] = base + i, _stepped(old[i], zigzags[at], sign, floating)
     at += 1
     cursor[which] = at
     left[which] += 1 + np.int64(gaps[at]) if at < ends[which] else _NEVER
 
 
 @kernel
-def _apply(work, base, shift, sign, floating, window, gaps, zigzags, cursor, ends, left, indices, values, applied):
-    """Make the changes that fall into `work`, elements of the chunk from `base` on. Returns how many have been made.
+def _locate(old, base, shift, sign, floating, window, gaps, zigzags, cursor, ends, left, indices, values, found):
+    """Where the changes among `old` are, elements of the tensor from `base` on, and the new values. Returns how many
+    have been found so far.
 
     `left` [256], elements of each class before its next change, goes on from range to range, as does `cursor`.
+    Classes are counted over a stretch first; then the changes of each class are found in turn. Whether a span has any
+    is as good as random, so a branch on it would be mispredicted for most changes.
     """
     mask = np.uint32(sign - 1)
     first, slots = window
-    masks, before, rest = np.empty((SLOTS, 8), np.uint64), np.empty((SLOTS, 9), np.int64), np.empty(8, np.uint64)
-    whole = len(work) // SPAN * SPAN if slots else 0
-    for at in range(0, whole, SPAN):
-        _masks(work, at, mask, shift, first, slots, masks, before, rest)
+    masks, before = np.empty(COUNTS * SLOTS, np.uint64), np.empty(COUNTS * SLOTS, np.int16)
+    seen, rest = np.empty(256, np.int64), np.empty(8, np.uint64)
+    whole = len(old) // SPAN * SPAN
+    for start in range(0, whole, STRETCH):
+        end = min(start + STRETCH, whole)
+        seen[:] = 0
+        if end < start + STRETCH:
+            before[:] = 0x7FFF  # above any count
+        for at in range(start, end, SPAN):
+            _masks(old, at, mask, shift, first, slots, masks, before, COUNTS, (at - start) // 64, seen, rest)
+            for block in range(8):
+                others, i = rest[block], at + 64 * block
+                prefetch(old, i + _AHEAD)
+                prefetch(old, i + _AHEAD + 32)
+                while others:
+                    one = i + np.int64(lowest(others))
+                    others &= others - np.uint64(1)
+                    which = np.int64((np.uint32(old[one]) & mask) >> shift)
+                    if left[which] == 0:
+                        _locate_one(
+                            old, one, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values,
+                            found,
+                        )  # fmt: skip
+                        found += 1
+                    left[which] -= 1
         for slot in range(slots):
             which = first + slot
-            while left[which] < before[slot, 8]:
-                block = 0
-                for other in range(1, 8):
-                    block += np.int64(left[which] >= before[slot, other])
-                i = at + 64 * block + select(masks[slot, block], left[which] - before[slot, block])
-                _apply_one(
-                    work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied
-                )
-                applied += 1
-            left[which] -= before[slot, 8]
-        for block in range(8):
-            others = rest[block]
-            while others:
-                i = at + 64 * block + np.int64(lowest(others))
-                others &= others - np.uint64(1)
-                which = np.int64((np.uint32(work[i]) & mask) >> shift)
-                if left[which] == 0:
-                    _apply_one(
-                        work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values,
-                        applied,
-                    )  # fmt: skip
-                    applied += 1
-                left[which] -= 1
-    for i in range(whole, len(work)):
-        which = np.int64((np.uint32(work[i]) & mask) >> shift)
+            rank, at, last, total = left[which], cursor[which], ends[which], seen[which]
+            while rank < total:
+                block = up_to(before, COUNTS * slot, rank) - 1
+                below = np.int64(before[COUNTS * slot + block])
+                i = start + 64 * block + select(masks[COUNTS * slot + block], rank - below)
+                indices[found], values[found] = base + i, _stepped(old[i], zigzags[at], sign, floating)
+                found += 1
+                at += 1
+                rank += 1 + np.int64(gaps[at]) if at < last else _NEVER
+            cursor[which], left[which] = at, rank - total
+    for i in range(whole, len(old)):
+        which = np.int64((np.uint32(old[i]) & mask) >> shift)
         if left[which] == 0:
-            _apply_one(
-                work, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, applied
-            )
-            applied += 1
+            _locate_one(old, i, base, which, sign, floating, gaps, zigzags, cursor, ends, left, indices, values, found)
+            found += 1
         left[which] -= 1
-    return applied
+    return found
+
+
+@kernel
+def _put_range(work, base, indices, values, start, end):
+    """work[indices - base] = values, for some of them."""
+    for change in range(start, end):
+        work[np.int64(indices[change]) - base] = values[change]
 
 
 @kernel
 def put(flat, indices, values):
-    """flat[indices] = values"""
-    for i in range(len(indices)):
-        flat[indices[i]] = values[i]
+    """flat[indices] = values. Returns whether they can be read back; a few at a time are, while the cache has them."""
+    same, last = True, len(indices) - 1
+    for start in range(0, len(indices), _PUT):
+        end = min(start + _PUT, len(indices))
+        for i in range(start, end):
+            prefetch(flat, indices[min(i + 32, last)])
+            flat[indices[i]] = values[i]
+        for i in range(start, end):
+            same &= flat[indices[i]] == values[i]
+    return same
 
 
 @kernel
@@ -251,15 +283,6 @@ def adopt(flat, indices, source):
     """flat[indices] = source[indices]"""
     for index in indices:
         flat[index] = source[index]
-
-
-@kernel
-def holds(flat, indices, values):
-    """True if flat[indices] is `values`."""
-    same = True
-    for i in range(len(indices)):
-        same &= flat[indices[i]] == values[i]
-    return same
 
 
 class _Workspace(threading.local):
@@ -291,36 +314,44 @@ def find_changes(old: np.ndarray, new: np.ndarray, ordering: Ordering) -> tuple[
 
 
 class Applier:
-    """Makes a chunk's changes range by range, in order; `old` is the whole chunk."""
+    """Makes a chunk's changes range by range, in order; `old` is the whole chunk.
 
-    def __init__(self, old: np.ndarray, changes: Changes, ordering: Ordering) -> None:
-        n = len(changes.gaps)
-        self.patch = Patch(np.empty(n, np.uint32), np.empty(n, old.dtype))
-        self.applied = self._base = 0
+    `patch` gets the changes; `base` is added to its places.
+    """
+
+    def __init__(self, old: np.ndarray, changes: Changes, ordering: Ordering, patch: Patch, base: int = 0) -> None:
+        self._old, self._patch, self._base, self._at, self._found = old, patch, base, 0, 0
         shift, sign = np.uint32(ordering.shift), 1 << (ordering.bits - 1)
         window = _window(old, shift, np.uint32(sign - 1))
-        if n * _DENSE > len(old):
-            window = window[0], 0
         cursor, ends, left = (np.zeros(256, np.int64) for _ in range(3))
         _begin(changes.counts, changes.gaps, cursor, ends, left)
         self._arguments = (
-            shift, sign, ordering.floating, window, changes.gaps, changes.zigzags, cursor, ends, left,
-            self.patch.places, self.patch.values,
+            shift, sign, ordering.floating, window, changes.gaps, changes.zigzags, cursor, ends, left, *patch
         )  # fmt: skip
 
     @property
     def complete(self) -> bool:
         """True when all changes have been made."""
-        return self.applied == len(self.patch.places)
+        return self._found == len(self._patch.places)
 
     def advance(self, work: np.ndarray) -> None:
-        """Make the changes that fall into the next elements of the chunk, in place."""
-        self.applied = _apply(work, self._base, *self._arguments, self.applied)
-        self._base += len(work)
+        """The next elements of the chunk, changed, into `work`, which may be the same memory."""
+        old, base, known = self._old[self._at : self._at + len(work)], self._base + self._at, self._found
+        self._found = _locate(old, base, *self._arguments, known)
+        np.copyto(work, old)  # four times as fast as a compiled loop
+        _put_range(work, base, *self._patch, known, self._found)
+        self._at += len(work)
 
 
 def apply_changes(array: np.ndarray, changes: Changes, ordering: Ordering) -> Patch | None:
     """As `steps.apply_changes`; the patch is not in order."""
-    applier = Applier(array, changes, ordering)
+    patch = new_patch(len(changes.gaps), array)
+    applier = Applier(array, changes, ordering, patch)
     applier.advance(array)
-    return applier.patch if applier.complete else None
+    return patch if applier.complete else None
+
+
+def new_patch(changes: int, array: np.ndarray) -> Patch:
+    """Memory for so many changes of a flat array."""
+    places = np.empty(changes, np.uint32 if len(array) <= 1 << 32 else np.int64)
+    return Patch(places, np.empty(changes, array.dtype))

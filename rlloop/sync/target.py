@@ -88,11 +88,7 @@ def patch_arrays(flat: Mapping[str, np.ndarray], patches: Mapping[str, Patch], t
     """Change flat arrays in place. Returns the names of those that do not hold what was written."""
     from rlloop.sync import steps_fast
 
-    def changed(name: str) -> bool:
-        steps_fast.put(flat[name], *patches[name])
-        return steps_fast.holds(flat[name], *patches[name])
-
-    held = each(changed, patches, threads)
+    held = each(lambda name: steps_fast.put(flat[name], *patches[name]), patches, threads)
     return [name for name, right in zip(patches, held, strict=True) if not right]
 
 

@@ -12,9 +12,10 @@ from llvmlite import ir
 from numba import types
 
 from rlloop.numerics.kernels.cpu.compiled.blocks import BLOCK, u8x64
-from rlloop.numerics.kernels.cpu.compiled.simd import emit_splat, intrinsic
+from rlloop.numerics.kernels.cpu.compiled.simd import emit_address, emit_splat, intrinsic
 
 PADDING = 32  # bytes required after an array's content, so that `load` stays inside it
+COUNTS = 128  # numbers that `up_to` looks at
 _WORD = ir.IntType(64)
 _BYTES = ir.VectorType(ir.IntType(8), BLOCK)
 _DEPOSITS = bool(llvm.get_host_cpu_features().get("bmi2")) and llvm.get_host_cpu_name() not in ("znver1", "znver2")
@@ -63,6 +64,22 @@ def select(typing, bits, n):
         return at
 
     return types.int64(types.uint64, types.int64), generate
+
+
+@intrinsic
+def up_to(typing, ascending, index, n):
+    """How many of `COUNTS` ascending int16 numbers, from `index` on, are at most `n`."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(ir.IntType(16), BLOCK)
+        n, total = emit_splat(builder, builder.trunc(args[2], kind.element), kind), ir.Constant(_WORD, 0)
+        for start in range(0, COUNTS, BLOCK):
+            at = builder.add(args[1], ir.Constant(_WORD, start))
+            numbers = builder.load(emit_address(context, builder, signature.args[0], args[0], at, BLOCK), align=2)
+            total = builder.add(total, builder.ctpop(builder.bitcast(builder.icmp_signed("<=", numbers, n), _WORD)))
+        return total
+
+    return types.int64(ascending, types.intp, types.int64), generate
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, width: int) -> Any:
