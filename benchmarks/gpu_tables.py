@@ -41,7 +41,7 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, seven shapes", 180, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling: five regimes, nine shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
     "train": Table(
         "gpu_train.py", "forward and backward: three batches", 20, peer="transformers", more="flash-attn",
