@@ -53,6 +53,7 @@ TABLES = {
         parts="--only, --seconds",
     ),
     "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
+    "images": Table("gpu_images.py", "pictures to first token", 4, "--vllm", peer="vllm", parts="--seconds"),
     "attention": Table("gpu_attention.py", "attention: decode, prefill, chunks", 5, more="vllm"),
     "linear": Table("gpu_linear.py", "products beside cuBLAS", 10, more="vllm, batch_invariant_ops"),
     "experts": Table("gpu_experts.py", "a layer's experts", 5, more="vllm"),
