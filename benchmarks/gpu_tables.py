@@ -60,7 +60,9 @@ TABLES = {
     "adapters": Table("gpu_adapters.py", "decoding with adapters", 15, "--vllm", peer="vllm", parts="--shape"),
     "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 15),
     "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
-    "recurrent": Table("gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention"),
+    "recurrent": Table(
+        "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, vllm", parts="--cells, --seconds"
+    ),
     "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
     "offload": Table("offload.py", "moments and masters on the host", 15),
     "ranks-engine": Table(

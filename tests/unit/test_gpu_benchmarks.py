@@ -164,6 +164,30 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     ]
 
 
+def test_recurrences_name_the_peers_that_refuse(module, capsys):
+    recurrent, peers = module("gpu_recurrent"), module("recurrent_peers")
+
+    def refuses() -> None:
+        raise RuntimeError("Triton on Hopper is wrong here")
+
+    assert not peers.runs("a peer", refuses)
+    assert "a peer does not run here: RuntimeError: ['Triton on Hopper is wrong here']" in capsys.readouterr().out
+    first, second = recurrent.compared("scan", "ms", [2.0], {"one": [1.0]}, ["two"], aim=0.8)
+    assert (first.peer, first.ratio, first.aim) == ("one", 0.5, 0.8)
+    assert (second.peer, second.peer_value, second.aim) == ("two: does not run here", None, None)
+    (alone,) = recurrent.compared("scan", "ms", [2.0], {}, [], aim=0.8)
+    assert (alone.value, alone.peer) == (2.0, None)
+
+
+@pytest.mark.slow
+def test_recurrences_are_measured_on_a_cpu():
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_recurrent.py", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    for name in ("toy-delta", "toy-mamba"):
+        assert f"forward and backward, {name}, 2 x 32 tokens" in done.stdout
+        assert f"decode, {name}, 2 sequences" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "words"), [("tiny", "toy"), ("tiny-qwen3.5-moe", "toy Qwen3.5-MoE"), ("tiny-nemotron", "toy Nemotron")]
