@@ -1,4 +1,4 @@
-"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and seven shapes of models.
+"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and nine shapes of models.
 
     python benchmarks/gpu_engine.py [--vllm] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--quick] [--list]
 
@@ -37,14 +37,16 @@ from typing import Any
 
 import cells
 import numpy as np
-from gpu_shapes import SHAPES, TINY, make_folder, random_model
+from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder, random_model
 from results_schema import Figure, device_name, report, table
-from roofline import device_rates, engine_speed, token_bytes, total_bytes
+from roofline import device_rates, engine_speed
 
 ROUNDS, SCORED = 5, 32768  # tokens that the trainer scores at least
 READY, DONE = "#ready", "#done "
+STATES = 4  # recurrent states of a request that vLLM has room for: its pages have one size, and prefixes are kept
 WRITTEN = 32e9  # bytes of the largest checkpoint that is written
 RUNNING = 512  # requests at once
+RECURRENT_SIDES = ["rlloop", "vLLM default"]  # the others do not run recurrent layers
 SIDES = {  # name -> (who runs, environment)
     "rlloop": ("rlloop", {}),
     "vLLM default": ("vllm", {"VLLM_PLUGINS": "none"}),
@@ -56,8 +58,7 @@ WORKS = {
     "crowd": "256 x (128 in, 256 out)", "few": "32 x (128 in, 256 out)", "one": "1 x (128 in, 256 out)",
     "groups": "64 x 8 (64 to 512 in, 32 to 1,024 out)", "long": "32 x (8,192 in, 256 out)",
 }  # fmt: skip
-CELLS = [f"{shape}/{work}" for shape in SHAPES for work in WORKS]
-EVERY = {**SHAPES, "tiny": TINY}
+CELLS = [f"{shape}/{work}" for shape in (*SHAPES, *RECURRENT) for work in WORKS]
 SHARED = {"groups": 8}  # completions of one prompt, where there are several
 Made = tuple[list[int], Any]  # tokens and their logprobs
 Speeds = dict[str, dict[str, list[float]]]  # work -> engine -> rounds
@@ -76,20 +77,25 @@ def sizes_of(work: str, index: int) -> list[tuple[int, int]]:
     return list(zip(lengths.tolist(), rng.integers(32, 1025, len(lengths)).tolist(), strict=True))
 
 
-def requests_of(work: str, index: int) -> tuple[list[list[int]], list[int]]:
-    """(prompts, new tokens of each) of a round: the same for every engine, and of `groups` in a row alike."""
+def requests_of(work: str, index: int, most: int = 150000) -> tuple[list[list[int]], list[int]]:
+    """(prompts, new tokens of each) of a round: the same for every engine, and of `groups` in a row alike. Token ids
+    are below `most`."""
     sizes, shared = sizes_of(work, index), SHARED.get(work, 1)
     rng = np.random.default_rng([index, 0])
-    drawn = [rng.integers(3, 150000, length).tolist() for length, _ in sizes[::shared]]
+    drawn = [rng.integers(3, most, length).tolist() for length, _ in sizes[::shared]]
     return [drawn[at // shared] for at in range(len(sizes))], [new for _, new in sizes]
 
 
 def cache_bytes(shape: str, works: list[str], engines: int, memory: float) -> int:
-    """Of keys and values: all requests of the largest work at once, or an engine's share of what weights leave."""
-    config = EVERY[shape][1]
-    tokens = max(sum(prompt + new + 16 for prompt, new in sizes_of(work, 0)) for work in works) * 1.2
-    left = 0.85 * memory / engines - total_bytes(config) - (3 << 30)  # graphs, activations
-    return int(min(tokens * token_bytes(config), left))
+    """Of keys and values: all requests of the largest work at once, or an engine's share of what weights leave. vLLM's
+    has the recurrent states as well."""
+    weights, token, state = bytes_of(shape)
+    sizes = [sizes_of(work, 0) for work in works]
+    needed = max(
+        sum(prompt + new + 16 for prompt, new in each) * 1.2 * token + STATES * len(each) * state for each in sizes
+    )
+    left = 0.85 * memory / engines - weights - (3 << 30)  # graphs, activations
+    return int(min(needed, left))
 
 
 def together(shape: str, names: list[str], works: list[str], memory: float) -> bool:
@@ -106,16 +112,18 @@ def model_of(folder: Path, config: dict[str, Any]) -> Any:
     import rlloop
 
     if written(folder):
-        return rlloop.load_model(folder, dtype="bfloat16", device="cpu" if config is TINY[1] else "cuda")
+        import torch
+
+        return rlloop.load_model(folder, dtype="bfloat16", device="cuda" if torch.cuda.is_available() else "cpu")
     return random_model(config)
 
 
 def rlloop_side(folder: Path, kind: str, settings: dict[str, Any]) -> Run:
     import rlloop
 
-    config = EVERY[settings["shape"]][1]
-    model = model_of(folder, config)
-    room, running = settings["cache"] // token_bytes(config), settings["running"]
+    shape, running = settings["shape"], settings["running"]
+    model, (_, token, state) = model_of(folder, EVERY[shape][1]), bytes_of(shape)
+    room = max(4096, (settings["cache"] - STATES * running * state) // token)  # states have memory of their own
     if kind == "tier1":
         from rlloop.rollout.vllm.engine import VllmEngine
 
@@ -133,10 +141,12 @@ def rlloop_side(folder: Path, kind: str, settings: dict[str, Any]) -> Run:
 def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
     import vllm
 
+    texts = {"language_model_only": True} if "vision_config" in EVERY[settings["shape"]][1] else {}
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", load_format="auto" if written(folder) else "dummy", skip_tokenizer_init=True,
         max_model_len=settings["longest"], max_num_seqs=settings["running"], logprobs_mode="processed_logprobs",
         gpu_memory_utilization=0.2, kv_cache_memory_bytes=settings["cache"], disable_log_stats=True,
+        **texts,
     )  # fmt: skip
 
     def run(prompts: list[list[int]], new: list[int], index: int) -> list[Made]:
@@ -164,7 +174,7 @@ def serve(name: str, folder: Path, settings: dict[str, Any]) -> None:
     print(f"\n{READY}", flush=True)
     for line in sys.stdin:
         work, index = line.split()
-        prompts, new = requests_of(work, int(index))
+        prompts, new = requests_of(work, int(index), settings["most"])
         begin = time.perf_counter()
         made = run(prompts, new, int(index))
         speed = sum(new) / (time.perf_counter() - begin)
@@ -270,17 +280,19 @@ def figures_of(shape: str, works: list[str], names: list[str], rounds: int, seed
     import torch
 
     words, config = EVERY[shape]
-    memory = 1 << 40 if shape == "tiny" else torch.cuda.get_device_properties(0).total_memory
+    names = [name for name in names if name in RECURRENT_SIDES or not bytes_of(shape)[2]]
+    memory = 1 << 40 if shape in TINIES else torch.cuda.get_device_properties(0).total_memory
     turns, rates = together(shape, names, works, memory), device_rates(device_name())
     sizes = [sizes_of(work, index) for work in works for index in range(rounds + 1)]
     settings = {
         "shape": shape, "works": works, "seeded": seeded, "running": min(RUNNING, max(map(len, sizes))),
         "cache": cache_bytes(shape, works, len(names) if turns else 1, memory),
+        "most": min(150000, config.get("text_config", config)["vocab_size"]),
         "longest": max(sum(size) for each in sizes for size in each) + 16,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        if total_bytes(config) <= WRITTEN:
+        if bytes_of(shape)[0] <= WRITTEN:
             make_folder(shape, folder)
         else:
             (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -289,7 +301,7 @@ def figures_of(shape: str, works: list[str], names: list[str], rounds: int, seed
     figures = []
     for work in works:
         title = f"engine, {words} bf16, {WORKS[work]}, logprobs"
-        bound = rates and engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates)
+        bound = rates and shape in SHAPES and engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates)
         peers = [peer for peer in AIMS if peer in names]
         for name in (name for name in names if name not in AIMS):
             more = "" if name == "rlloop" else f", {name}"
@@ -315,7 +327,9 @@ def main() -> None:
     parser.add_argument("--seeded", action="store_true", help="vLLM's requests have seeds, as rlloop's do")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
-    parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, one request, nothing recorded")
+    parser.add_argument(
+        "--tiny", nargs="?", const="tiny", choices=TINIES, help="a toy on a CPU, one request, nothing recorded"
+    )
     parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     cells.add_arguments(parser)
@@ -328,7 +342,7 @@ def main() -> None:
             serve(what, Path(folder), json.loads(settings))
         return
     if args.tiny:
-        print(table(figures_of("tiny", ["one"], ["rlloop"], 2, seeded=False)))
+        print(table(figures_of(args.tiny, ["one"], ["rlloop"], 2, seeded=False)))
         return
     picked = [cell.split("/") for cell in cells.chosen(CELLS, args.cells)]
     works = {shape: [work for each, work in picked if each == shape] for shape, _ in picked}

@@ -41,7 +41,7 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, seven shapes", 180, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling: five regimes, nine shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
     "train": Table(
         "gpu_train.py", "forward and backward: three batches", 20, peer="transformers", more="flash-attn",
@@ -53,13 +53,16 @@ TABLES = {
         parts="--only, --seconds",
     ),
     "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
+    "images": Table("gpu_images.py", "pictures to first token", 4, "--vllm", peer="vllm", parts="--seconds"),
     "attention": Table("gpu_attention.py", "attention: decode, prefill, chunks", 5, more="vllm"),
     "linear": Table("gpu_linear.py", "products beside cuBLAS", 10, more="vllm, batch_invariant_ops"),
     "experts": Table("gpu_experts.py", "a layer's experts", 5, more="vllm"),
     "adapters": Table("gpu_adapters.py", "decoding with adapters", 15, "--vllm", peer="vllm", parts="--shape"),
     "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 15),
     "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
-    "recurrent": Table("gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention"),
+    "recurrent": Table(
+        "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, vllm", parts="--cells, --seconds"
+    ),
     "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
     "offload": Table("offload.py", "moments and masters on the host", 15),
     "ranks-engine": Table(

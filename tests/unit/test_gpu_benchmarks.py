@@ -27,7 +27,7 @@ def module(monkeypatch):
 
 def test_patterns_choose_cells(module):
     cells, every = module("cells"), module("gpu_engine").CELLS
-    assert len(every) == 35
+    assert len(every) == 45
     assert cells.chosen(every, None) == every
     assert cells.chosen(every, ["mixture/one", "8B/*"]) == [
         *(f"8B/{w}" for w in module("gpu_engine").WORKS),
@@ -112,6 +112,23 @@ def test_engines_take_turns_where_they_fit_on_the_gpu_together(module):
     assert not engine.together("8B", names, ["long"], memory)
     assert not engine.together("32B", names, ["one"], memory)
     assert 100 * 262144 < engine.cache_bytes("32B", ["long"], 1, memory) < 150e9 - 65.5e9
+    assert engine.together("qwen3.5-moe", ["rlloop", "vLLM default"], ["crowd"], 80e9)
+    assert engine.cache_bytes("nemotron", ["crowd"], 2, 80e9) > 256 * 3 * 8.6e6  # states of all requests
+
+
+def test_recurrent_shapes_are_the_released_widths(module):
+    shapes, released = module("gpu_shapes"), json.loads((ROOT / "tests" / "support" / "released.json").read_text())
+    cut = {"layer_types", "num_hidden_layers", "hybrid_override_pattern"}
+    given = shapes.RECURRENT["qwen3.5-moe"][1]["text_config"]
+    whole = released["Qwen3.5-35B-A3B"]["config"]["text_config"]
+    assert {name: given[name] for name in given.keys() - cut} == {name: whole[name] for name in given.keys() - cut}
+    assert given["layer_types"] == whole["layer_types"][:8]
+    given, whole = shapes.RECURRENT["nemotron"][1], released["Nemotron-3-Nano-30B-A3B"]["config"]
+    assert {name: given[name] for name in given.keys() - cut} == {name: whole[name] for name in given.keys() - cut}
+    assert whole["hybrid_override_pattern"].startswith(given["hybrid_override_pattern"])
+    weights, token, state = shapes.bytes_of("qwen3.5-moe")
+    assert weights / 2e9 == pytest.approx(7.75, rel=0.01)
+    assert (token, state > 6 * 32 * 128 * 128 * 4) == (2 * 2 * 2 * 256 * 2, True)
 
 
 def test_micro_batches_keep_their_budget_and_every_sequence(module):
@@ -147,10 +164,37 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     ]
 
 
+def test_recurrences_name_the_peers_that_refuse(module, capsys):
+    recurrent, peers = module("gpu_recurrent"), module("recurrent_peers")
+
+    def refuses() -> None:
+        raise RuntimeError("Triton on Hopper is wrong here")
+
+    assert not peers.runs("a peer", refuses)
+    assert "a peer does not run here: RuntimeError: ['Triton on Hopper is wrong here']" in capsys.readouterr().out
+    first, second = recurrent.compared("scan", "ms", [2.0], {"one": [1.0]}, ["two"], aim=0.8)
+    assert (first.peer, first.ratio, first.aim) == ("one", 0.5, 0.8)
+    assert (second.peer, second.peer_value, second.aim) == ("two: does not run here", None, None)
+    (alone,) = recurrent.compared("scan", "ms", [2.0], {}, [], aim=0.8)
+    assert (alone.value, alone.peer) == (2.0, None)
+
+
 @pytest.mark.slow
-def test_an_engine_is_measured_and_scored_in_processes_of_its_own():
-    command = [sys.executable, ROOT / "benchmarks" / "gpu_engine.py", "--tiny"]
+def test_recurrences_are_measured_on_a_cpu():
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_recurrent.py", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    for name in ("toy-delta", "toy-mamba"):
+        assert f"forward and backward, {name}, 2 x 32 tokens" in done.stdout
+        assert f"decode, {name}, 2 sequences" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "words"), [("tiny", "toy"), ("tiny-qwen3.5-moe", "toy Qwen3.5-MoE"), ("tiny-nemotron", "toy Nemotron")]
+)
+def test_an_engine_is_measured_and_scored_in_processes_of_its_own(shape, words):
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_engine.py", "--tiny", shape]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert "round 2:" in done.stderr
     assert "k3 0, 0 of 256 logprobs differ" in done.stderr
-    assert "engine, toy bf16, 1 x (128 in, 256 out), logprobs" in done.stdout
+    assert f"engine, {words} bf16, 1 x (128 in, 256 out), logprobs" in done.stdout
