@@ -114,6 +114,9 @@ class Ranks:
         x = x.contiguous()
         work = dist.isend(_bytes(x), group=self.group, group_dst=to)
         assert work is not None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            work.wait()  # the stream's: a graph joins all that it began, and nothing may be polled while it is recorded
+            return
         while self._posted and self._posted[0][0].is_completed():
             self._posted.popleft()
         self._posted.append((work, x))  # kept until it has been read
