@@ -45,7 +45,7 @@ class DecodeGraphs:
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
         self._recorded: dict[tuple[int, int, bool, str], _Recorded] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
 
