@@ -1,6 +1,8 @@
 import functools
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx._transports.default as transports
@@ -41,6 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting, computing = ([file for file, folder in files.items() if folder in kind] for kind in (WAIT, COMPUTE))
     places = {file: at for at, file in enumerate(computing)} | {file: 4 * at for at, file in enumerate(waiting)}
     items.sort(key=lambda item: places.get(item.path, len(items)))
+
+
+@pytest.fixture(autouse=True)
+def no_modules_of_other_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The command puts its working folder on Python's path; a later test has modules of the same names."""
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in sys.modules.keys() - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
@@ -109,6 +111,7 @@ def locate(path: str, key: str) -> Any:
     names = path.split(".")
     if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise ConfigError(f"{key} is {path!r}; it must be a dotted path such as package.module.name")
+    _refuse_hidden(names, f"{key} is {path!r}")
     depth = _module_depth(names)
     if depth == 0:
         raise ConfigError(
@@ -127,6 +130,29 @@ def locate(path: str, key: str) -> Any:
             raise ConfigError(f"{key} is {path!r}, and {where} has no {name!r}{hint}")
         value = getattr(value, name)
     return value
+
+
+def _refuse_hidden(names: list[str], setting: str) -> None:
+    """Raises `ConfigError` where the working folder has the module, and Python imports another one of that name.
+
+    The command has the working folder last on Python's path: first, a stray file in it could replace any module that a
+    library imports.
+    """
+    if not {"", str(Path.cwd())}.intersection(sys.path) or names[0] == "rlloop":
+        return
+    stems = (Path(*names[:count]) for count in range(1, len(names)))
+    files = (file for stem in stems for file in (stem / "__init__.py", stem.with_suffix(".py")))
+    own = next((file for file in files if file.is_file()), None)
+    if own is None:
+        return
+    module = (own.parent if own.name == "__init__.py" else own.with_suffix("")).parts
+    depth = _module_depth([*module, ""])
+    spec = importlib.util.find_spec(".".join(module[:depth])) if depth else None
+    if spec is not None and (spec.origin is None or Path(spec.origin).resolve() != own.resolve()):
+        raise ConfigError(
+            f"{setting}: the working folder has {own}, but Python imports {spec.name} from {spec.origin}; give yours "
+            "another name, or run in another folder if that one is meant"
+        )
 
 
 def _module_depth(names: list[str]) -> int:

@@ -70,8 +70,8 @@ class _ByHeads(torch.autograd.Function):
         receives = [mine * size * width for size in heads.sizes]
         got = heads.ranks.exchange(grad.view(-1), [count * heads.size * width for count in rows], receives)
         total = grad.new_zeros(mine, heads.count, width, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for chunk, ranges in zip(got.split(receives), heads.ranges, strict=True):
-            columns = chunk.view(mine, -1, width).split([end - begin for begin, end in ranges], 1)
+        for chunk, size, ranges in zip(got.split(receives), heads.sizes, heads.ranges, strict=True):
+            columns = chunk.view(mine, size, width).split([end - begin for begin, end in ranges], 1)
             for (begin, end), column in zip(ranges, columns, strict=True):
                 total[:, begin:end] += column
         return total.to(grad.dtype), None, None

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -67,7 +66,6 @@ def test_the_trainer_recomputes_what_the_engine_sampled(model, prompts):
 
 def test_a_step_of_rl(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command appends the working folder
     sizes = ["rollout.num_prompts=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.num_draws=1"]
     assert main(sums_run(folder, tmp_path, "trainer.num_steps=1", "checkpoint.every=0", *sizes)) == 0
     records = list(read_records(tmp_path / "run/metrics.jsonl"))
@@ -81,7 +79,6 @@ def test_sft_then_rl_on_a_data_set_of_reasoning_gym(folder, tmp_path, monkeypatc
     """The recipe `smollm2`, small enough for a CPU."""
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     write_problems(tmp_path / "data", demonstrations=200, problems=1)
     small = ["trainer.num_steps=1", "eval.num_draws=1", "eval.every=0", "rollout.max_tokens=8", "rollout.num_prompts=2"]
     sft = ["smollm2/sft", f"model.path={folder}", "data.path=data/demonstrations.jsonl", "run.dir=sft"]

@@ -1,7 +1,5 @@
 """SmolLM2-135M on a GPU: sums, asked in words, are answered better after thirty steps of RL, and no logprob differs."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ pytestmark = pytest.mark.skipif(packaged_file() is None, reason="needs pip insta
 
 def test_a_pretrained_model_learns_sums(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command appends the working folder
     write_folder(tmp_path / "model", packaged_file())
     settings = ["device=cuda", "model.dtype=bfloat16", "trainer.num_steps=30", "trainer.lr=1e-5", "checkpoint.every=0"]
     sizes = ["rollout.num_prompts=32", "rollout.group_size=8", "rollout.max_tokens=24", "eval.num_draws=144"]

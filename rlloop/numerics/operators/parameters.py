@@ -40,7 +40,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.vocabulary = len(weight)
-        if weight.device.type != "cpu":
+        if weight.device.type != "cpu" or not len(tokens):  # NumPy's empty arrays have no strides to view as a type
             return torch.nn.functional.embedding(tokens, weight)
         # Copied by NumPy: PyTorch would wake its threads, which takes far longer than to copy a step's rows.
         rows = weight.detach().view(torch.uint8).numpy().take(tokens.numpy(), axis=0)

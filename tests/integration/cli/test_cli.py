@@ -276,6 +276,17 @@ def test_a_users_own_reward_is_found_beside_them(rlloop, tmp_path):
     assert [record.get("reward/mean") for record in read_records(tmp_path / "out" / "metrics.jsonl")][1:] == [0.75] * 3
 
 
+def test_a_users_own_reward_that_an_installed_module_hides_is_refused(rlloop, tmp_path, monkeypatch):
+    (site := tmp_path / "site-packages").mkdir()
+    for folder in (tmp_path, site):
+        (folder / "scoring_twice.py").write_text("def reward(prompt, completion, example):\n    return 1\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    code, said = rlloop.train("reward._target_=scoring_twice.reward", "run.dir=out")
+    assert code == 2
+    assert f"working folder has scoring_twice.py, but Python imports scoring_twice from {site}" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_async_reward_and_one_that_fails_now_and_then(rlloop, tmp_path):
     (tmp_path / "later.py").write_text(
         "import asyncio\n"

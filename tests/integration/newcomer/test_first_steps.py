@@ -35,7 +35,6 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(recipes, "__path__", [str(tmp_path / "recipes"), *recipes.__path__[1:]])
     return tmp_path
 

@@ -54,7 +54,6 @@ def rows(tmp_path) -> Path:
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command appends the working folder
 
 
 def sums() -> list[dict]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture
 def train(place, monkeypatch):
     monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(recipe: str, name: str, model: str, data: str, *more: str) -> list[dict]:
         command = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from rlloop.types import Example
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     write_problems(tmp_path / "data", demonstrations=40, problems=40)
     return tmp_path
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,7 +60,6 @@ def test_what_does_not_exist_is_refused_by_name(model):
 
 def test_a_run(model, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["train", "--config-name", "agent", f"model.path={model}", "task=reasoning_gym", "run.dir=run"]
     small = ["rollout.num_prompts=2", "rollout.group_size=2", "rollout.max_tokens=8", "trainer.num_steps=1"]
     assert main([*command, "task.name=chain_sum", "task.arguments={max_terms: 2}", *small, "eval.num_draws=2"]) == 0

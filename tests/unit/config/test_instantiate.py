@@ -37,9 +37,6 @@ def narrow(model, page_size):
 def mine(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("mine", None)  # another test's
-    yield
-    sys.modules.pop("mine", None)
 
 
 def test_a_function_is_bound_and_a_class_instantiated():
@@ -93,6 +90,38 @@ def test_settings_that_rlloop_passes_must_be_taken_and_are_its_own(target, own, 
     with pytest.raises(ConfigError) as caught:
         bind({"_target_": f"mine.{target}", **own}, "section", ("model",), ("page_size", "cache"))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "own", "installed", "refused"),
+    [
+        ("grading.score", "grading.py", "grading.py", True),
+        ("grading.score", "grading/__init__.py", "grading.py", True),
+        ("grading.letters.score", "grading/letters.py", "grading/__init__.py", True),  # a package goes before a folder
+        ("calendar.score", "calendar.py", None, True),  # Python's own
+        ("grading.score", "grading.py", None, False),
+        ("grading.score", None, "grading.py", False),
+        ("grading.letters.score", "grading/notes.txt", "grading/letters.py", False),
+    ],
+)
+def test_a_module_that_an_installed_one_hides_is_refused(target, own, installed, refused, tmp_path, monkeypatch):
+    for folder, file in (("here", own), ("site", installed)):
+        (tmp_path / folder).mkdir()
+        if file is not None:
+            (tmp_path / folder / file).parent.mkdir(exist_ok=True)
+            (tmp_path / folder / file).write_text(f"def score(prompt):\n    return {folder!r}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path, str(tmp_path / "here")])
+    config = {"_target_": target}
+    if refused:
+        with pytest.raises(ConfigError, match=f"the working folder has {own}, but Python imports .* another name"):
+            resolve(config, "reward", ("prompt",))
+    else:
+        assert resolve(config, "reward", ("prompt",))("x") == ("here" if installed is None else "site")
+    monkeypatch.syspath_prepend(tmp_path / "here")  # as `python -m` has it, which a package still goes before
+    sys.modules.pop("grading", None)
+    if own == "grading.py":
+        assert resolve(config, "reward", ("prompt",))("x") == "here"
 
 
 def test_a_default_is_an_allowed_value_whatever_its_annotation():

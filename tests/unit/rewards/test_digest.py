@@ -28,9 +28,7 @@ def project(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         return importlib.import_module("mine.reward").score
 
-    yield write
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
-        del sys.modules[name]
+    return write
 
 
 REWARD = (

@@ -157,6 +157,8 @@ def _multiply_groups(
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     begins, kind = flat(offsets), kind_of(left, right)
+    if len(begins) == 1:  # no groups
+        return right.new_empty(0, left.shape[1], right.shape[1], dtype=dtype)
     if kind == AMX and np.any(np.diff(begins) % 2):
         left, right, begins = _even_groups(left, right, begins)
     (_, outputs), (_, columns), widths = left.shape, right.shape, np.diff(begins)
