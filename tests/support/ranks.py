@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -38,4 +40,10 @@ def _rank(kind: str, address: str, size: int, function: Callable[..., Any], args
 
     torch.set_num_threads(1)
     with process_group(Place(rank, size, address, rank).device(kind), address, rank, size):
-        return function(*args)
+        try:
+            return function(*args)
+        except Exception:
+            if kind == "cuda":  # NCCL would wait for the other ranks, and they for this one: nothing would be said
+                traceback.print_exc()
+                os._exit(1)
+            raise
