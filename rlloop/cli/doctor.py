@@ -21,6 +21,7 @@ DOCTOR_EXAMPLES = """\
 example:
   rlloop doctor --model my-model --gpus 8 --memory 80
   rlloop doctor --model my-model --gpus 1 --memory 80 --offload masters
+  rlloop doctor --model my-model --gpus 8 --memory 80 --lora 32 --tokens 262144
 """
 
 
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
     )
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank (default: all weights)"
+    )
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
@@ -52,12 +56,15 @@ def main(arguments: Sequence[str]) -> int:
 
         lines = examine()
     else:
-        if args.gpus < 1 or args.tokens < 1:
-            raise ConfigError(f"--gpus is {args.gpus} and --tokens {args.tokens}; both must be at least 1")
+        if args.gpus < 1 or args.tokens < 1 or args.lora < 0:
+            raise ConfigError(
+                f"--gpus is {args.gpus}, --tokens {args.tokens} and --lora {args.lora}; the first two must be at least "
+                "1, and a rank cannot be negative"
+            )
 
         from rlloop.cli.memory import examine_model
 
-        lines = examine_model(args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload)
+        lines = examine_model(args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora)
     broken = 0
     for line in lines:
         mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]

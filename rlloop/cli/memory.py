@@ -15,11 +15,12 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, layout_keys, layouts, pred
 
 
 def examine_model(
-    folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none"
+    folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0
 ) -> Iterator[Line]:
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
-    `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. Raises
+    `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. `lora`:
+    the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train. Raises
     `ConfigError` where it has none, or cannot offload, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
@@ -28,11 +29,13 @@ def examine_model(
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
-    needs = [predict(config, layout, DTYPES[dtype], tokens, offload) for layout in layouts(config, gpus)]
+    every = layouts(config, gpus, splits_sequences=True)
+    needs = [predict(config, layout, DTYPES[dtype], tokens, offload, lora=lora) for layout in every]
     yield Line(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
-        f"{dtype}, micro-batches of {tokens} tokens, every layer checkpointed; GiB of a rank:",
+        f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}micro-batches of {tokens} "
+        "tokens, every layer checkpointed; GiB of a rank:",
     )
     if offload != "none":
         yield Line(
@@ -56,5 +59,7 @@ def examine_model(
     else:
         more = "" if offload == "masters" else "--offload, "
         yield Line(
-            False, "fits", f"no layout does; {more}more GPUs, a smaller --tokens, or frozen weights with adapters"
+            False,
+            "fits",
+            f"no layout does; {more}more GPUs, a smaller --tokens, or --lora RANK, an adapter over frozen weights",
         )

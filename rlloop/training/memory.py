@@ -16,6 +16,7 @@ import torch
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model
+from rlloop.models.adapter_weights import ALL, choose_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
@@ -54,15 +55,18 @@ class Memory:
         return f"{breakdown}; in host memory {self.host / GIB:.1f}, {self.host / PCIE:.2f} s an update"
 
 
-def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
-    """Layouts of `gpus` ranks that the model can have, in a trainer and in an engine, without copies of the trainer."""
+def layouts(config: ModelConfig, gpus: int, *, splits_sequences: bool = False) -> Iterator[Layout]:
+    """Layouts of `gpus` ranks that the model can have, in a trainer and in an engine, without copies of the trainer.
+
+    `splits_sequences`: those with cp as well, which an engine beside the trainer does not have.
+    """
     degrees = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
-    for tp, pp in itertools.product(degrees, degrees):
-        if gpus % (tp * pp):
+    for tp, cp, pp in itertools.product(degrees, degrees if splits_sequences else [1], degrees):
+        if gpus % (tp * cp * pp):
             continue
         for ep in degrees if config.mixture is not None else [1]:
             try:
-                layout = Layout(dp_shard=gpus // (tp * pp), tp=tp, pp=pp, ep=ep)
+                layout = Layout(dp_shard=gpus // (tp * cp * pp), cp=cp, tp=tp, pp=pp, ep=ep)
                 check_placement(config, layout, "layout", trains=True)
             except ConfigError:
                 continue
@@ -70,8 +74,8 @@ def layouts(config: ModelConfig, gpus: int) -> Iterator[Layout]:
 
 
 def preference(layout: Layout) -> tuple[int, ...]:
-    """Sort key by traffic between ranks: whole weights first, then divided experts, layers, products."""
-    return layout.tp, layout.pp, layout.ep
+    """Sort key by traffic between ranks: whole weights first, then divided experts, layers, sequences, products."""
+    return layout.tp, layout.cp, layout.pp, layout.ep
 
 
 def predict(
@@ -112,11 +116,14 @@ def _parts(
         owned += -(-entry.live.numel() // owners)
     frozen = {"compute copy": held * dtype.itemsize}
     if lora:
-        adapted = sum(
-            lora * (each.inputs + each.outputs) * (each.experts or 1) for each in model.adapter_targets().values()
-        )
+        adapted = owned = 0
+        for target in choose_targets(model.adapter_targets(), [ALL]).values():
+            factors = zip(target.shapes(lora), target.divisions, strict=True) if target.weight is not None else ()
+            for (first, *others), division in factors:
+                numbers = (first if division is None else division.size) * math.prod(others)
+                adapted += numbers
+                owned += -(-numbers // (layout.dp_shard // (1 if target.experts is None else layout.expert_leaves)))
         frozen["adapter"] = adapted * dtype.itemsize
-        owned = -(-adapted // layout.dp_shard)
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
     cached = max(1, bytes_per_token(model.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from rlloop.cli.main import main
+from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
-from rlloop.models import load_model
+from rlloop.launch.workers import with_lora
+from rlloop.models import load_model, new_model, save_model
 from rlloop.models.config import read_config
+from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
@@ -16,6 +19,14 @@ from tests.support.tiny_run import make_model
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(dp_shard=2), Layout(tp=2)]
+ADAPTED = [Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=2, ep=2)]
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 160, "hidden_size": 32,
+    "intermediate_size": 64, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 64, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "tie_word_embeddings": False, "eos_token_id": 1,
+}  # fmt: skip
 
 
 def held(folder):
@@ -41,6 +52,27 @@ def test_predicted_weights_and_masters_are_those_of_ranks(tmp_path):
         assert parts["optimizer"] == 2 * parts["masters"]
 
 
+def held_adapters(folder):
+    """Bytes of the adapter's factors and of their masters, under each layout."""
+    found = []
+    for layout in ADAPTED:
+        model = with_lora(load_model(folder, dtype="bfloat16", context=join(CPU, layout)), LoraSection(rank=4), 0)
+        masters = Trainer(model, TrainerConfig()).masters.values()
+        live = [entry.live for entry in ParameterStore(model).entries.values() if entry.live.requires_grad]
+        found.append([sum(each.numel() * each.element_size() for each in some) for some in (live, masters)])
+    return found
+
+
+def test_predicted_adapters_are_those_of_ranks(tmp_path):
+    save_model(new_model(EXPERTS, seed=0), tmp_path / "model")
+    ranks = run_ranks(2, held_adapters, tmp_path / "model")
+    for index, layout in enumerate(ADAPTED):
+        parts = predict(read_config(tmp_path / "model"), layout, torch.bfloat16, 64, lora=4).parts
+        live, masters = (max(rank[index][part] for rank in ranks) for part in (0, 1))
+        assert parts["adapter"] == live
+        assert masters <= parts["masters"] <= 1.05 * masters
+
+
 def test_layouts_that_fit_are_named(tmp_path, capsys):
     make_model(tmp_path)
     folder = str(tmp_path / "model")
@@ -52,6 +84,20 @@ def test_layouts_that_fit_are_named(tmp_path, capsys):
     assert "trainer.encode_on_device=false" in printed
     assert main(["doctor", "--model", folder, "--gpus", "2", "--memory", "1"]) == 1
     assert "--  fits: no layout does" in capsys.readouterr().out
+
+
+def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
+    make_model(tmp_path)
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "2", "--memory", "6"]
+    assert main([*arguments, "--tokens", str(1 << 22)]) == 0
+    printed = capsys.readouterr().out
+    assert "ok  cp=2: " in printed
+    assert "dp_shard=2: " not in printed
+    [alone, split] = [
+        predict(read_config(tmp_path / "model"), each, torch.bfloat16, 1 << 22)
+        for each in (Layout(dp_shard=2), Layout(cp=2))
+    ]
+    assert split.parts["activations"] == alone.parts["activations"] // 2
 
 
 def test_offloaded_parts_are_counted_in_host_memory(tmp_path, capsys):
