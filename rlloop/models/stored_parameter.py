@@ -1,14 +1,15 @@
-"""One parameter as a rank holds it: all of it, or the rank's tensor-parallel part."""
+"""One parameter as a rank holds it: all of it, or the rank's tensor-parallel part; and parts of another model's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rlloop.models.layers import Divisions
-from rlloop.numerics.packed import PackedWeight
+from rlloop.numerics.packed import PackedWeight, is_packed
 from rlloop.parallel.cut import Cut
 from rlloop.parallel.division import Division
 
@@ -70,3 +71,40 @@ def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredPar
     if division is not None:
         shape[dim] = division.count
     return StoredParameter(live, tuple(shape), live.requires_grad, dim=dim, division=division)
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedPart:
+    """A parameter that is a copy of another model's, or of a part of it."""
+
+    live: nn.Parameter
+    entry: StoredParameter
+    source: StoredParameter
+
+    def refresh(self) -> None:
+        """Bring the copy up to date, in place. Collective if the source is cut."""
+        self.live.copy_(self.entry.part(self.source.whole()))
+
+
+def shared_parts(
+    own: Mapping[str, StoredParameter], source: Mapping[str, StoredParameter]
+) -> tuple[dict[str, nn.Parameter], list[CopiedPart]]:
+    """Parameters of the shapes of `own`, by name: shared with the source's where a part is contiguous in a whole
+    parameter; the others are allocated, and listed, since they are to be copied."""
+    state: dict[str, nn.Parameter] = {}
+    copies: list[CopiedPart] = []
+    for name, entry in own.items():
+        live, is_whole = source[name].live, source[name].division is None
+        if is_whole and entry.division is None:
+            state[name] = live
+        elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
+            state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
+        elif is_packed(live):  # frozen
+            state[name] = nn.Parameter(entry.part(source[name].whole()), requires_grad=False)
+        else:
+            shape = list(entry.shape)
+            if entry.division is not None:
+                shape[entry.dim] = entry.division.size
+            state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
+            copies.append(CopiedPart(state[name], entry, source[name]))
+    return state, copies

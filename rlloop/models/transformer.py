@@ -33,12 +33,11 @@ from rlloop.models.recurrent import delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, turned_by_axis
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
-from rlloop.models.stored_parameter import StoredParameter, entries_of
+from rlloop.models.stored_parameter import CopiedPart, entries_of, shared_parts
 from rlloop.models.vision import PlacedFeatures, Tower
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
-from rlloop.numerics.packed import is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.cut import share
@@ -78,7 +77,7 @@ class Model(nn.Module):
         self.checkpoint_layers = 0
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
-        self._copies: list[tuple[nn.Parameter, StoredParameter, StoredParameter]] = []
+        self._copies: list[CopiedPart] = []
         self.vocabulary = in_tiles(config.vocab_size, self.context.tp)  # of the head; the embedding is whole
         if weights_of is None:
             check_placement(config, self.context.layout, "layout", trains=True)
@@ -99,39 +98,21 @@ class Model(nn.Module):
         with torch.device("meta"):
             skeleton = Model(config, profile, self.context)
         self.model, self.lm_head = skeleton.model, skeleton.lm_head
-        self._take_parts(weights_of)
+        state, self._copies = shared_parts(entries_of(self), entries_of(weights_of))
+        self.load_state_dict(state, assign=True)
         self.refresh()
         if (theirs := weights_of.adapter) is not None:  # the base is frozen
             self.adapter = Adapter(theirs.exact, self.adapter_targets(), theirs.name)
             source, own = theirs.entries(), self.adapter.entries()
-            self._copies = [(entry.live, entry, source[name]) for name, entry in own.items()]
+            self._copies = [CopiedPart(entry.live, entry, source[name]) for name, entry in own.items()]
             self.ops = self._with_own_adapter(self.ops)
             self.refresh()
-
-    def _take_parts(self, whole: Model) -> None:
-        """Share parts that are contiguous in the whole parameter; allocate the others and record their sources."""
-        source, state = entries_of(whole), {}
-        for name, entry in entries_of(self).items():
-            live, is_whole = source[name].live, source[name].division is None
-            if is_whole and entry.division is None:
-                state[name] = live
-            elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
-                state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
-            elif is_packed(live):  # frozen
-                state[name] = nn.Parameter(entry.part(source[name].whole()), requires_grad=False)
-            else:
-                shape = list(entry.shape)
-                if entry.division is not None:
-                    shape[entry.dim] = entry.division.size
-                state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
-                self._copies.append((state[name], entry, source[name]))
-        self.load_state_dict(state, assign=True)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring copies of another model's weights (`weights_of`) up to date, in place. Collective if those are cut."""
-        for copy, entry, source in self._copies:
-            copy.copy_(entry.part(source.whole()))
+        for each in self._copies:
+            each.refresh()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`to`, `cuda` and similar calls move the parameters; the context follows."""

@@ -12,11 +12,11 @@ import sys
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from rlloop.numerics.kernels.cpu.compiled.jit import kernel, stay_apart
+from rlloop.numerics.kernels.cpu.compiled.jit import kernel, stay_apart, target_features
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, emit_load_part, f32x16, intrinsic, store
 from rlloop.numerics.kernels.cpu.compiled.tiles import (
     emit_data,
@@ -35,7 +35,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 def _permitted() -> bool:
     """Linux saves the unit's registers only for processes that have asked (`arch_prctl`, ARCH_REQ_XCOMP_PERM)."""
-    features = binding.get_host_cpu_features()
+    features = target_features()
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     if not (features.get("amx-tile") and features.get("amx-bf16")):

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
@@ -78,6 +78,14 @@ class KernelCache(FunctionCache):
         with Path(self.cache_path, "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             super().save_overload(sig, data)
+
+
+def target_features() -> Mapping[str, bool]:
+    """Features of the processor that kernels are compiled for: this one, or what NUMBA_CPU_FEATURES says."""
+    named: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    if named is None:
+        return binding.get_host_cpu_features()
+    return {feature[1:]: feature[0] == "+" for feature in named.split(",") if feature}
 
 
 def kernel(function: Callable[..., Any]) -> Any:

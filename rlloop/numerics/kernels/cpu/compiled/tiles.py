@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, stay_apart
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, stay_apart, target_features
 from rlloop.numerics.kernels.cpu.compiled.simd import (
     LANES,
     emit_load_part,
@@ -126,7 +126,7 @@ def chains(num_rows: int, num_tiles: int) -> Any:
 
 
 # Registers hold the sums of 12 tiles with AVX-512 (one each, of 32), else of 6 (two each of 16; on Arm four of 32).
-MAIN = 12 if binding.get_host_cpu_features().get("avx512f") else 6
+MAIN = 12 if target_features().get("avx512f") else 6
 
 _main, _six, _five, _four = chains(MAIN, 1), chains(6, 1), chains(5, 1), chains(4, 1)
 _three, _two, _one = chains(3, 1), chains(2, 1), chains(1, 1)
