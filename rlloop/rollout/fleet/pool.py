@@ -193,6 +193,8 @@ class EnginePool:
                     raise NoEngine(f"no engine has served version {version} for {self.settings.patience:g} s")
             batch.done.result()
         finally:
+            if not batch.done.cancel():  # it is done: its error has been seen, even if another ends the wait
+                batch.done.exception()
             self._batches.discard(batch)
             self._queue = [chunk for chunk in self._queue if chunk.batch is not batch]
             for member in self._members.all():
