@@ -44,8 +44,8 @@ class Engine(rlloop.Engine):
         if fault == "stale" and RANK == 1:
 
             def refresh(view):
-                for _, _, source in view._copies:
-                    source.whole()
+                for copied in view._copies:
+                    copied.source.whole()
 
             Model.refresh = refresh
 """
