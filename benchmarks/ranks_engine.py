@@ -12,7 +12,6 @@ CACHE_GIB=11 in the environment lets the engines fit on GPUs of 80 GB together.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_shapes import save_random
 from results_schema import Figure, report, table
 
 QWEN3_8B: dict[str, Any] = {
@@ -193,7 +193,7 @@ def main() -> None:
     names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        make_folder(folder, given.layers)
+        save_random({**QWEN3_8B, "num_hidden_layers": given.layers}, folder)
         sides = [Side(name, folder, given.tp) for name in names]
         try:
             figures = measured(sides, given.only or list(WORK), given.tp)
@@ -204,24 +204,6 @@ def main() -> None:
         print(table(figures))
     else:
         report(f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
-
-
-def make_folder(folder: Path, layers: int) -> None:
-    """A random checkpoint, made on the first GPU: normal weights of deviation 0.02, norms of 1."""
-    code = (
-        "import json, sys, torch; from pathlib import Path; from safetensors.torch import save_file\n"
-        "from rlloop.models.config import parse_config; from rlloop.models.parameters import ParameterStore\n"
-        "from rlloop.models.transformer import Model\n"
-        "folder, raw = Path(sys.argv[1]), json.loads(sys.argv[2])\n"
-        "torch.manual_seed(0)\n"
-        "with torch.device('meta'): shapes = ParameterStore(Model(parse_config(raw))).shapes()\n"
-        "made = {n: (torch.randn(s, device='cuda') * 0.02 if len(s) > 1 else torch.ones(s, device='cuda')).bfloat16()"
-        ".cpu() for n, s in shapes.items()}\n"
-        "save_file(made, folder / 'model.safetensors', metadata={'format': 'pt'})\n"
-        "(folder / 'config.json').write_text(json.dumps({**raw, 'torch_dtype': 'bfloat16'}))\n"
-    )
-    raw = json.dumps({**QWEN3_8B, "num_hidden_layers": layers})
-    subprocess.run([sys.executable, "-c", code, str(folder), raw], check=True)  # its GPU memory goes with it
 
 
 def measured(sides: list[Side], works: list[str], tp: int) -> list[Figure]:

@@ -11,7 +11,6 @@ try the script out.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import signal
@@ -21,10 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_shapes import save_random
 from results_schema import Figure, report, table
 
 MIXTURE: dict[str, Any] = {
@@ -159,24 +158,6 @@ class Side:
         self._process.wait()
 
 
-def make_folder(folder: Path, tiny: bool) -> None:
-    """A random checkpoint: normal weights of deviation 0.02, norms of 1. A process of its own: its memory goes."""
-    code = (
-        "import json, sys, torch; from rlloop.models import save_model\n"
-        "from rlloop.models.config import parse_config; from rlloop.models.parameters import ParameterStore\n"
-        "from rlloop.models.transformer import Model\n"
-        "config, device = parse_config(json.loads(sys.argv[2])), sys.argv[3]\n"
-        "torch.manual_seed(0)\n"
-        "with torch.device('meta'): shapes = ParameterStore(Model(config)).shapes()\n"
-        "kind = {'dtype': torch.bfloat16, 'device': device}\n"
-        "made = {n: (torch.randn(s, **kind) * 0.02 if len(s) > 1 else torch.ones(s, **kind)).cpu()"
-        " for n, s in shapes.items()}\n"
-        "save_model(made, sys.argv[1], config=config)\n"
-    )
-    arguments = [str(folder), json.dumps(TINY if tiny else MIXTURE), "cpu" if tiny else "cuda"]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
-
-
 def measured(sides: list[Side], works: list[str], ranks: int) -> list[Figure]:
     for side in sides:
         side.until(READY)
@@ -213,7 +194,7 @@ def main() -> None:
         return
     names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
     with tempfile.TemporaryDirectory() as folder:
-        make_folder(Path(folder), given.tiny)
+        save_random(TINY if given.tiny else MIXTURE, folder)
         arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]
         sides = [Side(name, arguments) for name in names]
         try:

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_shapes import save_random
 from ranks_train import Setting, our_model, peer_model
 from results_schema import Figure, report, table
 
@@ -202,7 +203,7 @@ def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if "vllm" in parts:
-            save_random(setting, folder)
+            save_random(setting.config, folder)
         sides = [Processes(part, setting, folder) for part in parts]
         try:
             for side in sides:
@@ -221,12 +222,6 @@ def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float]
             for side in sides:
                 side.close()
     return seconds[WARM:], found
-
-
-def save_random(setting: Setting, folder: Path) -> None:
-    from ranks_engine import make_folder
-
-    make_folder(folder, setting.layers)
 
 
 def main() -> None:

@@ -202,8 +202,8 @@ def _locate_one(old, i, base, which, sign, floating, gaps, zigzags, cursor, ends
 
 @kernel
 def _locate(old, base, shift, sign, floating, window, gaps, zigzags, cursor, ends, left, indices, values, found):
-    """Where the changes among `old` are, elements of the tensor from `base` on, and the new values. Returns how many
-    have been found so far.
+    """Write indices and new values of the changes among `old`, elements of the tensor from `base` on. Returns the
+    number found so far.
 
     `left` [256], elements of each class before its next change, goes on from range to range, as does `cursor`.
     Classes are counted over a stretch first; then the changes of each class are found in turn. Whether a span has any

@@ -68,7 +68,7 @@ def select(typing, bits, n):
 
 @intrinsic
 def up_to(typing, ascending, index, n):
-    """How many of `COUNTS` ascending int16 numbers, from `index` on, are at most `n`."""
+    """The number of those among `COUNTS` ascending int16 numbers, from `index` on, that are at most `n`."""
 
     def generate(context, builder, signature, args):
         kind = ir.VectorType(ir.IntType(16), BLOCK)

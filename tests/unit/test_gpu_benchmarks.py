@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """A function that imports a script or module of benchmarks/."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
 
 
 def test_patterns_choose_cells(module):

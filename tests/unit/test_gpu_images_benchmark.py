@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -18,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def images(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("gpu_images")
+def images(module):
+    return module("gpu_images")
 
 
 def test_the_shape_is_the_released_one_and_its_folder_is_read_by_transformers(images, tmp_path):
