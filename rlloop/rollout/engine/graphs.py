@@ -159,7 +159,8 @@ class DecodeGraphs:
         if not self._recorded:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may use the GPU meanwhile, such as one that stages new weights.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = work()
         step = self._recorded[rows, width, draws, adapted] = _Recorded(graph, inputs, layout, outputs)
         return step

@@ -87,8 +87,11 @@ class StepGraphs:
             return Replayed(logits, ops.sample(logits, warp, seeds, positions + 1))
 
         work()  # compiles what has to be
+        if not self._recorded:  # a pool ends with its last graph, one whose recording failed too
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads use the GPU meanwhile: vLLM's, which waits for tokens, and one that stages new weights.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = work()
         self._recorded[rows, columns] = graph, outputs
         return graph, outputs
