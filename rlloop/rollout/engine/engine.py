@@ -280,6 +280,12 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def fingerprint(self) -> dict[str, Any]:
         return self.model.fingerprint()
 
+    def close(self) -> None:
+        """Drop the CUDA graphs, which are recorded anew if the engine goes on. NCCL cannot be left before: it waits
+        for every graph in which ranks exchange data."""
+        if self._graphs is not None:
+            self._graphs.drop()
+
     # ---------------------------------------------------------------------------------------------- one step
 
     @torch.inference_mode()

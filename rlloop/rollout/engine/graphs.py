@@ -52,8 +52,12 @@ class DecodeGraphs:
     def check_weights(self) -> None:
         """Drop the graphs if parameters were moved, or operations replaced."""
         if self._made_of != (now := (self._model.ops, self._addresses())):
-            self._recorded.clear()
+            self.drop()
             self._made_of = now
+
+    def drop(self) -> None:
+        """Drop the graphs; they are recorded anew when they are needed."""
+        self._recorded.clear()
 
     def logits(
         self, tokens: Tensor, adapters: np.ndarray | None, index: np.ndarray, positions: np.ndarray, slots: np.ndarray,

@@ -76,6 +76,7 @@ class LeadingEngine(Engine):
     def close(self) -> None:
         """End `follow` on the other ranks."""
         self._send("close")
+        super().close()
 
 
 def follow(engine: Engine) -> None:
@@ -85,6 +86,7 @@ def follow(engine: Engine) -> None:
         calls: list[Call] = tp.broadcast_object(None)
         for method, args in calls:
             if method == "close":
+                engine.close()
                 return
             try:
                 if method == "set_version":
