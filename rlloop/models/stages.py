@@ -55,7 +55,8 @@ class Stage:
                 seen.add(name)
                 mine = whole(name).contiguous() if source == self._pipe.rank else None
                 kind = self._pipe.broadcast_object(
-                    None if mine is None else (mine.shape, mine.dtype, mine.device), source
+                    None if mine is None else (mine.shape, mine.dtype, mine.device.type),  # each rank has its own GPU
+                    source,
                 )
                 yield (
                     name,
@@ -92,8 +93,9 @@ class Stage:
             self._pipe.post(of_first, self.final)
             return of_first, self._back.receive(torch.empty_like(of_first), self.final)
         assert of_last is not None
+        received = self._pipe.receive(torch.empty_like(of_last), 0)  # first: NCCL connects two ranks when both ask
         self._back.post(of_last, 0)
-        return self._pipe.receive(torch.empty_like(of_last), 0), of_last
+        return received, of_last
 
     def begin(self, count: int, dtype: torch.dtype, step: Step) -> tuple[Tensor, Tensor]:
         """(delta, stream) [T, D] of the stage before, for `count` tokens."""
