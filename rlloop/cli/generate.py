@@ -45,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         "-n", "--number", type=int, default=1, metavar="N", help="completions of the prompt (default: 1)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs (default: cpu)"
+    )
     args = parser.parse_args(arguments)
     if args.number < 1:
         raise ConfigError(f"-n is {args.number}; it must be at least 1")

@@ -114,7 +114,7 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--quantize", choices=["none", "fp8"], default="none", help="the trainer's model.quantize; default: none"
     )
-    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument("--device", default="cpu", help="cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs")
     options.add_argument("--threads", type=int, help="CPU threads; default: all")
     options.add_argument(
         "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="engine that samples"
@@ -224,7 +224,7 @@ def _api_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--ray-cpus", type=float, default=1.0, help="CPUs that the actor reserves")
     options.add_argument("--ray-gpus", type=float, default=0.0, help="GPUs that the actor reserves; --shape sets 1")
     options.add_argument("--dtype", default="float32", help="dtype of the model")
-    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument("--device", default="cpu", help="cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs")
     options.add_argument("--threads", type=int, help="CPU threads; default: all")
     options.add_argument(
         "--parity", choices=["require", "observe"], default="require",

@@ -39,7 +39,7 @@ from rlloop.parallel.layout import Layout
 @dataclass
 class RunConfig:
     seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))  # seed of data and sampling
-    device: str = "cpu"  # cpu, cuda or cuda:N
+    device: str = "cpu"  # cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs
     launch: Launch = Launch.local  # local: one process; ray: actors on one or more machines
     ray: RayConfig = field(default_factory=RayConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)

@@ -177,8 +177,9 @@ class Rank:
         """Meets the others at `place`. `layout` fills the group, `engine` once or several times over."""
         torch.set_num_threads(threads)
         self.process = ExitStack()
-        device = usable_device(place.device(config.device))
+        device = usable_device(config.device)
         if place.size > 1:
+            device = place.device(device.type)
             self.process.enter_context(process_group(device, place.address, place.rank, place.size))
             self.process.enter_context(reported(meet(place.address), place.rank))
         self.context = join(device, layout)

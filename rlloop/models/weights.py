@@ -375,7 +375,8 @@ def _assemble(
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device of a name, as tensors on it name it. Raises `ConfigError` where it has no kernels or is not here."""
+    """The device of a name, as tensors on it name it. Raises `ConfigError` where it has no kernels or is not here, and
+    for a GPU other than the current one, on which kernels would run all the same."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -389,7 +390,13 @@ def usable_device(name: str | torch.device) -> torch.device:
         raise ConfigError(
             f"device is {str(name)!r}, and this machine has no {device.type.upper()} device; use device=cpu"
         )
-    return device if device.index is not None else torch.device(device.type, module.current_device())
+    current = torch.device(device.type, module.current_device())
+    if device.index not in (None, current.index):
+        raise ConfigError(
+            f"device is {str(name)!r}, and kernels run on the current one, {current}; let the process see that GPU "
+            f"alone (CUDA_VISIBLE_DEVICES) and use device={device.type}, or call torch.cuda.set_device first"
+        )
+    return current
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -323,6 +323,15 @@ def test_types_and_devices_that_cannot_be_used(tmp_path: Path):
             load_model(tmp_path, device="cuda")
 
 
+def test_a_gpu_other_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for name in ("cuda", "cuda:1", torch.device("cuda", 1)):
+        assert weights.usable_device(name) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"device is 'cuda:0', and kernels run on the current one, cuda:1; .*VISIBLE"):
+        weights.usable_device("cuda:0")
+
+
 @pytest.mark.parametrize(("family", "named"), [("nemotron_h", "recurrent layers"), ("gpt_oss", "attention sinks")])
 def test_what_a_device_has_no_kernels_for_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, named: str
