@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import uvicorn
+from children import Child, answer
 from decode import CONFIG
 from results_schema import ROOT, Figure, report, table
 from starlette.applications import Starlette
@@ -82,7 +83,7 @@ def in_process(service: TrainingService) -> Callable[[], None]:
 
 
 def client(url: str) -> None:
-    """A turn for each line of the input: its seconds, and the seconds of processor time it took here."""
+    """A turn for each line of the input: seconds of each pair, and at last of the processor here."""
     api = Api(url).start("model", rank=8)
 
     def pair() -> None:
@@ -91,10 +92,11 @@ def client(url: str) -> None:
         api.result(gradient)
         api.result(update)
 
-    for _ in sys.stdin:
+    def turn(_: str) -> list[float]:
         began = time.process_time()
-        times = timed(pair)
-        print(*times, time.process_time() - began, flush=True)
+        return [*timed(pair), time.process_time() - began]
+
+    answer(turn)
 
 
 def _wait_for(port: int) -> None:
@@ -134,24 +136,6 @@ def mock(port: int) -> None:
     uvicorn.run(app, port=port, log_level="error", access_log=False, loop="asyncio")
 
 
-class Client:
-    """Pairs over HTTP, from a process of its own."""
-
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, __file__, "--url", url]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def turn(self) -> list[float]:
-        """Seconds of each pair, and at last of its processor."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
-        return list(map(float, self._process.stdout.readline().split()))
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small run that records nothing")
@@ -178,15 +162,18 @@ def main() -> None:
             settings = Settings(folder=folder / "api", model_name="model", model_folder=folder / "model")
             server = BackgroundServer(ApiServer(service, settings, Keys({}, open=True)).app, Listen())
             _wait_for(port)
-            client_, mocks = Client(server.url), Client(f"http://127.0.0.1:{port}")
+            urls = server.url, f"http://127.0.0.1:{port}"
+            client_, mocks = (Child("client", [sys.executable, __file__, "--url", url]) for url in urls)
+            client_.wait()
+            mocks.wait()
             pair = in_process(here)
             for turn in range(turns + 1):
                 began = time.process_time()
                 alone = timed(pair)
                 middle, elsewhere = time.process_time(), processor_seconds(service.pid)
-                *there, of_client = client_.turn()
+                *there, of_client = client_.ask("")
                 end = time.process_time() + processor_seconds(service.pid) - elsewhere
-                *slept, _ = mocks.turn()
+                *slept, _ = mocks.ask("")
                 if turn:  # the first warms up
                     work, served, mocked = work + alone, served + there, mocked + slept
                     cpu += middle - began, end - middle, of_client

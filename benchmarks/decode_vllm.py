@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from children import Child, answer
 from results_schema import Figure, report, table
 
 Run = Callable[[], list[int]]  # makes the completions; returns how many tokens each has
@@ -70,85 +69,52 @@ def vllm_side(folder: Path, dtype: str, prompts: list[list[int]], new_tokens: in
 
 
 def serve_rounds(kind: str, folder: Path, dtype: str, count: int, new_tokens: int) -> None:
-    """A child: after a warm-up, a round for every line on stdin, answered on stdout with its seconds."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed here goes the other way
-    side = vllm_side if kind.startswith("vllm") else rlloop_side
+    """A child: after a warm-up, a round for every line on stdin; its answer is the seconds."""
+    make = vllm_side if kind.startswith("vllm") else rlloop_side
     # From a file: whoever makes them imports numba, and vLLM 0.32 does not start beside it without rlloop's plugin.
     prompts = json.loads((folder / PROMPTS).read_text())[:count]
-    run = side(folder, dtype, prompts, new_tokens, kind)
+    run = make(folder, dtype, prompts, new_tokens, kind)
 
-    def timed() -> None:
+    def timed(what: str) -> float:
         begin = time.perf_counter()
         made = run()
         seconds = time.perf_counter() - begin
         if made != [new_tokens] * count:
             raise RuntimeError(f"{kind} made completions of {sorted(set(made))} tokens, not of {new_tokens}")
-        print(seconds, file=answers, flush=True)
+        print(f"{kind}, {dtype}, {what}: {seconds:.2f} s", file=sys.stderr, flush=True)
+        return seconds
 
-    timed()
-    for _ in sys.stdin:
-        timed()
+    timed("warm-up")
+    answer(timed)
 
 
-class Side:
-    """One engine in processes of its own. It stands still unless it is asked for a round."""
-
-    def __init__(self, kind: str, folder: Path, dtype: str, quick: bool) -> None:
-        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-        if kind.startswith("vllm"):
-            # As it comes: without rlloop's plugins. All cores, since nothing else is to run.
-            environment |= {"VLLM_PLUGINS": "none", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if kind == "vllm eager" else "1"
-        command = [sys.executable, __file__, "--side", kind, "--folder", str(folder), "--dtype", dtype]
-        self.name = f"{kind}, {dtype}"
-        self.times: list[float] = []
-        self._process = subprocess.Popen(
-            [*command, *(["--quick"] if quick else [])],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._answer("warm-up")
-
-    def round(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.times.append(self._answer(f"round {len(self.times) + 1}"))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def _answer(self, what: str) -> float:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with exit status {self._process.wait()} in its {what}; see above")
-        print(f"{self.name}, {what}: {float(line):.2f} s", file=sys.stderr, flush=True)
-        return float(line)
+def side(kind: str, folder: Path, dtype: str, quick: bool) -> Child:
+    """One engine in processes of its own."""
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    if kind.startswith("vllm"):
+        # As it comes: without rlloop's plugins. All cores, since nothing else is to run.
+        environment |= {"VLLM_PLUGINS": "none", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if kind == "vllm eager" else "1"
+    command = [sys.executable, __file__, "--side", kind, "--folder", str(folder), "--dtype", dtype]
+    return Child(kind, [*command, *(["--quick"] if quick else [])], environment)
 
 
 def speeds(folder: Path, dtype: str, quick: bool) -> dict[str, float]:
     """Tokens per second of each side, the fastest of its rounds: other work on the machine only adds time."""
     count, new_tokens, rounds = size(quick)
-    sides: dict[str, Side] = {}
+    sides: list[Child] = []
+    seconds: dict[str, list[float]] = {kind: [] for kind in SIDES}
     try:
         for kind in SIDES:
-            sides[kind] = Side(kind, folder, dtype, quick)
-        for _ in range(rounds):
-            for side in sides.values():
-                side.round()
+            sides.append(side(kind, folder, dtype, quick))
+            sides[-1].wait()  # for its warm-up, with nothing else running
+        for index in range(rounds):
+            for each in sides:
+                seconds[each.name].append(each.ask(f"round {index + 1}"))
     finally:
-        for side in sides.values():
-            side.close()
-    return {kind: count * new_tokens / min(side.times) for kind, side in sides.items()}
+        for each in sides:
+            each.close()
+    return {kind: count * new_tokens / min(times) for kind, times in seconds.items()}
 
 
 def size(quick: bool) -> tuple[int, int, int]:

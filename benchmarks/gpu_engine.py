@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -37,12 +35,12 @@ from typing import Any
 
 import cells
 import numpy as np
+from children import Child, answer, in_turns
 from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder, random_model
 from results_schema import Figure, device_name, report, table
 from roofline import device_rates, engine_speed
 
 ROUNDS, SCORED = 5, 32768  # tokens that the trainer scores at least
-READY, DONE = "#ready", "#done "
 STATES = 4  # recurrent states of a request that vLLM has room for: its pages have one size, and prefixes are kept
 WRITTEN = 32e9  # bytes of the largest checkpoint that is written
 RUNNING = 512  # requests at once
@@ -171,8 +169,8 @@ def serve(name: str, folder: Path, settings: dict[str, Any]) -> None:
     """A round for each line on stdin (`work index`); some of what the last one made stays in the folder."""
     kind = SIDES[name][0]
     run = vllm_side(folder, settings) if kind == "vllm" else rlloop_side(folder, kind, settings)
-    print(f"\n{READY}", flush=True)
-    for line in sys.stdin:
+
+    def round_of(line: str) -> float:
         work, index = line.split()
         prompts, new = requests_of(work, int(index), settings["most"])
         begin = time.perf_counter()
@@ -188,7 +186,9 @@ def serve(name: str, folder: Path, settings: dict[str, Any]) -> None:
                 kept.append([prompt, list(map(int, ids)), list(map(float, logprobs))])
                 tokens += len(prompt) + len(ids)
         (folder / f"{list(SIDES).index(name)} {work}.json").write_text(json.dumps(kept))
-        print(f"\n{DONE}{speed}", flush=True)
+        return speed
+
+    answer(round_of)
 
 
 def mismatch(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[str, dict[str, float]]:
@@ -218,37 +218,6 @@ def mismatch(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[s
     return found
 
 
-class Side:
-    """One engine in a process of its own."""
-
-    def __init__(self, name: str, folder: Path, settings: dict[str, Any]) -> None:
-        self.name = name
-        command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings), name]
-        environment = {**os.environ, **SIDES[name][1]}
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-
-    def until(self, marker: str) -> str:
-        """The rest of the first line that begins with the marker; what an engine prints besides is passed over."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(marker):
-                return line.removeprefix(marker)
-        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
-
-    def round(self, work: str, index: int) -> float:
-        """Tokens per second."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{work} {index}\n")
-        self._process.stdin.flush()
-        return float(self.until(DONE))
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # vLLM has processes of its own
-        self._process.wait()
-
-
 def mismatches(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[str, dict[str, float]]:
     """`mismatch` in a process of its own, so that the next engines have the whole GPU."""
     command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings), "k3", *names]
@@ -258,21 +227,12 @@ def mismatches(folder: Path, settings: dict[str, Any], names: list[str]) -> dict
 
 def speeds(folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool) -> Speeds:
     """Tokens per second of each engine's rounds, by work. `turns`: all start, and then take turns."""
-    found: Speeds = {work: {name: [] for name in names} for work in settings["works"]}
+    found: Speeds = {work: {} for work in settings["works"]}
+    command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings)]
     for group in [names] if turns else [[name] for name in names]:
-        sides = [Side(name, folder, settings) for name in group]
-        try:
-            for side in sides:
-                side.until(READY)
-            for work in found:
-                for index in range(rounds + 1):
-                    for side in sides:
-                        speed = side.round(work, index)
-                        if index:  # the first warms up
-                            found[work][side.name].append(speed)
-        finally:
-            for side in sides:
-                side.close()
+        sides = [Child(name, [*command, name], SIDES[name][1]) for name in group]
+        for work, by_side in in_turns(sides, found, rounds).items():
+            found[work] |= by_side
     return found
 
 

@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from children import Child, answer, in_turns
 from gpu_shapes import save_random
 from results_schema import Figure, report, table
 
@@ -38,7 +37,6 @@ QWEN3_8B: dict[str, Any] = {
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2  # of keys and values, over all ranks
 CACHE_BYTES = int(os.environ.get("CACHE_GIB", "28")) << 30  # of keys and values, of each engine on each GPU
 LONGEST, RUNNING, ROUNDS = 2048, 512, 3
-READY, DONE = "#ready", "#done "
 SIDES = {  # name -> environment
     "rlloop": {},
     "vLLM default": {"VLLM_PLUGINS": "none"},
@@ -128,8 +126,8 @@ def serve(name: str, folder: str, tp: int, kind: str = "cuda") -> None:
         run, ranks = rlloop_side(folder, tp, 0, kind)
     else:
         run = vllm_side(folder, tp)
-    print(f"\n{READY}", flush=True)
-    for line in sys.stdin:
+
+    def round_of(line: str) -> float:
         work, index = line.split()
         requests = requests_of(work, int(index))
         if ranks is not None:
@@ -141,40 +139,11 @@ def serve(name: str, folder: str, tp: int, kind: str = "cuda") -> None:
             prints = ranks.gather_objects(hash(tuple(map(tuple, made))))
             assert len(set(prints)) == 1, f"ranks made other tokens: {prints}"
         print(f"{name}, tp {tp}, {work}, round {index}: {speed:,.0f} tokens/s", file=sys.stderr, flush=True)
-        print(f"\n{DONE}{speed}", flush=True)
+        return speed
+
+    answer(round_of)
     if ranks is not None:
         ranks.broadcast_object(None)
-
-
-class Side:
-    """One engine in a process of its own."""
-
-    def __init__(self, name: str, folder: Path, tp: int) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", name, str(folder), "--tp", str(tp)],
-            env={**os.environ, **SIDES[name]}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def until(self, marker: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(marker):
-                return line.removeprefix(marker)
-        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
-
-    def round(self, work: str, index: int) -> float:
-        """Tokens per second."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{work} {index}\n")
-        self._process.stdin.flush()
-        return float(self.until(DONE))
-
-    def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
-        self._process.wait()
 
 
 def main() -> None:
@@ -194,25 +163,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         save_random({**QWEN3_8B, "num_hidden_layers": given.layers}, folder)
-        sides = [Side(name, folder, given.tp) for name in names]
-        try:
-            figures = measured(sides, given.only or list(WORK), given.tp)
-        finally:
-            for side in sides:
-                side.close()
+        command = [sys.executable, __file__, "--tp", str(given.tp), "--child"]
+        sides = [Child(name, [*command, name, place], SIDES[name]) for name in names]
+        figures = measured(sides, given.only or list(WORK), given.tp)
     if given.quick:
         print(table(figures))
     else:
         report(f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
 
 
-def measured(sides: list[Side], works: list[str], tp: int) -> list[Figure]:
-    for side in sides:
-        side.until(READY)
+def measured(sides: list[Child], works: list[str], tp: int) -> list[Figure]:
     figures, lines = [], []
-    for work in works:
-        rounds = [[side.round(work, index) for side in sides] for index in range(ROUNDS + 1)]
-        by_side = dict(zip((side.name for side in sides), zip(*rounds[1:], strict=True), strict=True))
+    for work, by_side in in_turns(sides, works, ROUNDS).items():
         for name, speeds in by_side.items():
             low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
             lines.append(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s")

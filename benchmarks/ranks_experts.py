@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from children import Child, answer, in_turns
 from gpu_shapes import save_random
 from results_schema import Figure, report, table
 
@@ -39,7 +37,6 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 WORK = {"crowd": (256, 128, 256), "one": (1, 128, 256), "large": (1024, 128, 128)}  # requests, tokens in, tokens out
 LONGEST, RUNNING, ROUNDS, CACHE_BYTES = 2048, 1024, 3, 16 << 30  # keys and values on each GPU
-READY, DONE = "#ready", "#done "
 SIDES: dict[str, dict[str, Any]] = {"rlloop": {}, "vLLM TP": {}, "vLLM TP + EP": {"enable_expert_parallel": True}}
 Request = tuple[list[int], int, int]  # prompt, tokens to make, seed
 Run = Callable[[list[Request]], list[list[int]]]
@@ -79,7 +76,7 @@ def rank_main(folder: str, ranks: int, rank: int, tiny: bool) -> None:
             return tokens
 
         if rank == 0:
-            answer(run, tiny, lambda asked: context.tp.broadcast_object(asked))
+            serve(run, tiny, lambda asked: context.tp.broadcast_object(asked))
             return
         while (asked := context.tp.broadcast_object(None)) is not None:
             run(requests_of(*asked, tiny))
@@ -102,19 +99,21 @@ def vllm_main(folder: str, ranks: int, options: dict[str, Any], tiny: bool) -> N
         made = engine.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], sampling, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in made]
 
-    answer(run, tiny, lambda _: None)
+    serve(run, tiny, lambda _: None)
 
 
-def answer(run: Run, tiny: bool, tell: Callable[[Any], Any]) -> None:
-    """A round for each line on stdin (`work index`). `tell` the other ranks what comes, and None at the end."""
-    print(f"\n{READY}", flush=True)
-    for line in sys.stdin:
+def serve(run: Run, tiny: bool, announce: Callable[[Any], Any]) -> None:
+    """A round for each line on stdin (`work index`). `announce` to the other ranks what comes, and None at the end."""
+
+    def round_of(line: str) -> float:
         work, index = line.split()
-        tell((work, int(index)))
+        announce((work, int(index)))
         begin = time.perf_counter()
         made = run(requests_of(work, int(index), tiny))
-        print(f"\n{DONE}{sum(map(len, made)) / (time.perf_counter() - begin)}", flush=True)
-    tell(None)
+        return sum(map(len, made)) / (time.perf_counter() - begin)
+
+    answer(round_of)
+    announce(None)
 
 
 def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
@@ -128,43 +127,9 @@ def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
     rank_main(folder, ranks, 0, tiny)
 
 
-class Side:
-    """One engine, in processes of its own."""
-
-    def __init__(self, name: str, arguments: list[str]) -> None:
-        self.name = name
-        plugins = {} if name == "rlloop" else {"VLLM_PLUGINS": "none"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--child", name], env={**os.environ, **plugins},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-
-    def until(self, marker: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(marker):
-                return line.removeprefix(marker)
-        raise SystemExit(f"{self.name} ended with code {self._process.wait()}")
-
-    def round(self, work: str, index: int) -> float:
-        """Tokens per second."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{work} {index}\n")
-        self._process.stdin.flush()
-        return float(self.until(DONE))
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # engines have processes of their own
-        self._process.wait()
-
-
-def measured(sides: list[Side], works: list[str], ranks: int) -> list[Figure]:
-    for side in sides:
-        side.until(READY)
+def measured(sides: list[Child], works: list[str], ranks: int) -> list[Figure]:
     figures, lines = [], []
-    for work in works:
-        rounds = [[side.round(work, index) for side in sides] for index in range(ROUNDS + 1)]
-        speeds = {side.name: [each[at] for each in rounds[1:]] for at, side in enumerate(sides)}
+    for work, speeds in in_turns(sides, works, ROUNDS).items():
         middle = {name: statistics.median(each) for name, each in speeds.items()}
         lines += [f"{work}: {name} {min(s):,.0f} / {middle[name]:,.0f} / {max(s):,.0f}" for name, s in speeds.items()]
         count, prompt, new = WORK[work]
@@ -196,12 +161,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_random(TINY if given.tiny else MIXTURE, folder)
         arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]
-        sides = [Side(name, arguments) for name in names]
-        try:
-            figures = measured(sides, given.only or list(WORK), given.gpus)
-        finally:
-            for side in sides:
-                side.close()
+        command = [sys.executable, __file__, *arguments, "--child"]
+        plugins = {name: {} if name == "rlloop" else {"VLLM_PLUGINS": "none"} for name in names}
+        sides = [Child(name, [*command, name], plugins[name]) for name in names]
+        figures = measured(sides, given.only or list(WORK), given.gpus)
     if given.quick or given.tiny:
         print(table(figures))
     else:

@@ -19,20 +19,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from children import Child, answer
 from gpu_shapes import save_random
 from ranks_train import Setting, our_model, peer_model
 from results_schema import Figure, report, table
@@ -40,7 +36,6 @@ from results_schema import Figure, report, table
 REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
 BUDGET, WARM, STEPS, LR = 16384, 2, 3, 1e-6
 VLLM_CACHE_BYTES = 10 << 30  # of keys and values on each GPU: all requests at once, with room to spare
-DONE = "#done "
 Step = Callable[[int], tuple[int, int]]  # returns how many logprobs the trainer made, and how many differ
 
 
@@ -143,59 +138,42 @@ def child(what: str, setting: Setting, folder: Path) -> None:
     """Answers each line on stdin, a step's index; all ranks read the same."""
     from rlloop.parallel.start import process_group
 
-    def answer(run: Callable[[int], Any]) -> None:
-        print(f"\n{DONE}null", flush=True)
-        for line in sys.stdin:
+    def serve(run: Callable[[int], Any]) -> None:
+        def step(line: str) -> Any:
             found = run(int(line))
             if setting.device.type == "cuda":
                 torch.cuda.synchronize()
-            print(f"\n{DONE}{json.dumps(found)}", flush=True)
+            return found
+
+        answer(step)
 
     if what == "vllm":
-        answer(sampler(setting, folder, folder))
+        serve(sampler(setting, folder, folder))
         return
     with process_group(setting.device, f"file://{folder}/{what}-{setting.size}", setting.rank, setting.size):
-        answer(ours(setting) if what == "rlloop" else theirs(setting, folder))
+        serve(ours(setting) if what == "rlloop" else theirs(setting, folder))
 
 
 class Processes:
     """The processes of one side."""
 
     def __init__(self, what: str, setting: Setting, folder: Path) -> None:
-        environment = {**os.environ, "VLLM_PLUGINS": "none"} if what == "vllm" else dict(os.environ)
         command = [sys.executable, __file__, "--gpus", str(setting.size), "--layers", str(setting.layers)]
-        command += ["--tiny"] if setting.tiny else []
-        self._all = [
-            subprocess.Popen(
-                [*command, "--child", what, str(rank), str(folder)], env=environment, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, text=True, start_new_session=True,
-            )
-            for rank in range(1 if what == "vllm" else setting.size)
-        ]  # fmt: skip
-        self.what = what
+        command += [*(["--tiny"] if setting.tiny else []), "--child", what]
+        ranks, environment = (1, {"VLLM_PLUGINS": "none"}) if what == "vllm" else (setting.size, {})
+        self._all = [Child(what, [*command, str(rank), str(folder)], environment) for rank in range(ranks)]
 
     def answers(self) -> list[Any]:
-        found = []
-        for process in self._all:
-            assert process.stdout is not None
-            line = next((line for line in process.stdout if line.startswith(DONE)), None)
-            if line is None:
-                raise SystemExit(f"{self.what} ended with code {process.wait()}")
-            found.append(json.loads(line.removeprefix(DONE)))
-        return found
+        return [process.wait() for process in self._all]
 
     def step(self, index: int) -> list[Any]:
         for process in self._all:
-            assert process.stdin is not None
-            process.stdin.write(f"{index}\n")
-            process.stdin.flush()
+            process.send(str(index))
         return self.answers()
 
     def close(self) -> None:
         for process in self._all:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM has processes of its own
-            process.wait()
+            process.close()
 
 
 def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float], list[Any]]:

@@ -50,7 +50,7 @@ from rlloop.sync.live import LiveTarget, named_weights, published_weights
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
 from rlloop.trainer.history import WeightHistory
-from rlloop.trainer.trainer import UpdateResult
+from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
 ALONE = Place()

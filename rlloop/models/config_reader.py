@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlloop.errors import ModelError
+from rlloop.models.architecture import MixtureConfig
+
+Own = dict[str, Any]  # arguments of ModelConfig that a family decides
 
 # Keys that change neither a forward pass nor its gradient. A key that is neither here nor read by a family is refused.
 INERT = frozenset(
@@ -138,6 +141,17 @@ class Keys:
 
 def all_are(values: Any, kind: type) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
+def check_routing(keys: Keys, mixture: MixtureConfig) -> None:
+    """Refuse a routing that cannot choose `top_k` experts from its groups."""
+    count, rule = mixture.num_experts, mixture.routing
+    if count % rule.groups or (rule.groups > 1 and count // rule.groups < 2):
+        keys.refuse("n_group", rule.groups, f"1, or a divisor of the {count} experts that leaves two in a group")
+    if rule.top_groups > rule.groups:
+        keys.refuse("topk_group", rule.top_groups, f"at most n_group ({rule.groups})")
+    if rule.top_k > count // rule.groups * rule.top_groups:
+        keys.refuse("num_experts_per_tok", rule.top_k, "at most the number of experts that can be chosen")
 
 
 def read_json(file: Path) -> dict[str, Any]:

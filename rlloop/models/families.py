@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-from rlloop.models.architecture import (
-    DeltaConfig,
-    IndexerConfig,
-    LatentConfig,
-    MambaConfig,
-    MixtureConfig,
-    RopeConfig,
-    YarnScaling,
-)
-from rlloop.models.config_reader import Keys, all_are
+from rlloop.models.architecture import DeltaConfig, MambaConfig, MixtureConfig, RopeConfig
+from rlloop.models.config_reader import Keys, Own, all_are, check_routing
+from rlloop.models.deepseek_families import deepseek, deepseek_sparse, glm_sparse
 from rlloop.numerics.routing import Routing
-
-Own = dict[str, Any]  # arguments of ModelConfig that the family decides
 
 
 def _llama(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
@@ -72,7 +62,7 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
     routing = Routing(top_k=keys.count("num_experts_per_tok"), normalise=keys.flag("norm_topk_prob", False))
     layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
     mixture = MixtureConfig(count, keys.count("moe_intermediate_size"), routing, layers)
-    _check_routing(keys, mixture)
+    check_routing(keys, mixture)
     return {**_qwen3(keys, hidden_size, num_heads, num_layers, rope), "mixture": mixture}
 
 
@@ -82,117 +72,6 @@ def _qwen3_vl_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int,
     own = _qwen3_moe(keys, hidden_size, num_heads, num_layers, rope)
     routing = dataclasses.replace(own["mixture"].routing, normalise=True)
     return {**own, "mixture": dataclasses.replace(own["mixture"], routing=routing)}
-
-
-def _deepseek(
-    keys: Keys,
-    hidden_size: int,
-    num_heads: int,
-    num_layers: int,
-    rope: RopeConfig,
-    *,
-    sparse: bool = False,
-    groups: tuple[int, int] = (8, 4),
-) -> Own:
-    """DeepSeek-V3 and models built like it, such as Kimi K2.
-
-    `sparse`: with an indexer. `groups`: the defaults of n_group and topk_group.
-    """
-    keys.take("auto_map")  # Kimi K2's names DeepSeek-V3's own code
-    keys.fixed("topk_method", "noaux_tc")
-    keys.fixed("scoring_func", "sigmoid")
-    keys.fixed("moe_layer_freq", 1)
-    keys.fixed("num_key_value_heads", num_heads, null=not sparse)  # latent attention has one for each head
-    dense = keys.count("first_k_dense_replace", 3, least=0)
-    kinds = keys.names("mlp_layer_types", ("dense", "sparse"), num_layers) if sparse else None
-    if not sparse:
-        keys.where_null(norm_topk_prob=False, rope_interleave=False)
-    layers = tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else i >= dense))
-    experts, size = keys.count("n_routed_experts"), keys.count("moe_intermediate_size")
-    mixture = MixtureConfig(
-        num_experts=experts,
-        expert_size=size,
-        routing=Routing(
-            top_k=keys.count("num_experts_per_tok"),
-            score="sigmoid",
-            groups=keys.count("n_group", groups[0]),
-            top_groups=keys.count("topk_group", groups[1]),
-            normalise=keys.flag("norm_topk_prob", True),
-            epsilon=1e-20,
-            scale=keys.number("routed_scaling_factor", 2.5),
-        ),
-        layers=layers,
-        shared_size=size * keys.count("n_shared_experts", 1, least=0),
-        bias=True,
-        exact_gate=True,
-    )
-    _check_routing(keys, mixture)
-    nope, rotary = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
-    keys.fixed("qk_head_dim", nope + rotary)
-    # transformers' name for the part that has a rope, whatever GLM-5.2's file says
-    keys.fixed("head_dim", rotary, *((nope,) if sparse else ()), null=False)
-    scale = (nope + rotary) ** -0.5
-    if isinstance(rope.scaling, YarnScaling):
-        scale *= rope.scaling.score_factor
-    bias = keys.flag("attention_bias", False)
-    latent = LatentConfig(
-        q_rank=keys.count("q_lora_rank") if keys.has("q_lora_rank") else None,
-        kv_rank=keys.count("kv_lora_rank"),
-        nope_dim=nope,
-        rope_dim=rotary,
-        v_dim=keys.count("v_head_dim"),
-        scale=scale,
-        interleaved=keys.flag("rope_interleave", True),
-    )
-    return {
-        "num_kv_heads": num_heads,
-        "head_dim": nope + rotary,
-        "qkv_bias": bias,
-        "output_bias": bias,
-        "mixture": mixture,
-        "latent": latent,
-    }
-
-
-def _sparse(keys: Keys, num_layers: int, own: Own, *, interleaved: bool, indexed: tuple[int, ...]) -> Own:
-    """Latent attention over the past tokens that a lightning indexer selects."""
-    if not own["latent"].interleaved:
-        keys.refuse("rope_interleave", False, "true")
-    keys.fixed("indexer_rope_interleave", interleaved)
-    keys.names("layer_types", ("indexed_attention",), num_layers)
-    keys.fixed("mlp_bias", False)
-    if own["latent"].q_rank is None:
-        keys.refuse("q_lora_rank", None, "a positive whole number: the indexer reads the queries' latents")
-    indexer = IndexerConfig(
-        num_heads=keys.count("index_n_heads"),
-        head_dim=keys.count("index_head_dim"),
-        top_k=keys.count("index_topk"),
-        interleaved=interleaved,
-        layers=indexed,
-    )
-    return {**own, "latent": LatentConfig(**{**vars(own["latent"]), "indexer": indexer})}
-
-
-def _deepseek_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, sparse=True)
-    return _sparse(keys, num_layers, own, interleaved=False, indexed=tuple(range(num_layers)))
-
-
-def _glm_sparse(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
-    """GLM-5: layers without an indexer read what the nearest indexer below them selected."""
-    keys.fixed("moe_router_dtype", "float32")
-    keys.take("index_share_for_mtp_iteration")
-    own = _deepseek(keys, hidden_size, num_heads, num_layers, rope, sparse=True, groups=(1, 1))
-    own["rms_norm_eps"] = keys.number("rms_norm_eps", 1e-5)
-    kinds = keys.names("indexer_types", ("full", "shared"), num_layers)
-    pattern = keys.names("index_topk_pattern", ("full", "shared"), num_layers, {"F": "full", "S": "shared"})
-    every, skipped = keys.count("index_topk_freq", 1, least=0), keys.count("index_skip_topk_offset", 2, least=0)
-    if (kinds := kinds or pattern) is None:
-        kinds = ["shared" if max(i - skipped + 1, 0) % max(every, 1) else "full" for i in range(num_layers)]
-    if kinds[0] != "full":
-        keys.refuse("indexer_types", kinds, "full for the first layer")
-    indexed = tuple(layer for layer, kind in enumerate(kinds) if kind == "full")
-    return _sparse(keys, num_layers, own, interleaved=True, indexed=indexed)
 
 
 def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
@@ -209,7 +88,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     routing = Routing(top_k=keys.count("num_experts_per_tok"), score="sigmoid", normalise=True)
     count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), bias=True, exact_gate=True)
-    _check_routing(keys, mixture)
+    check_routing(keys, mixture)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
         "head_dim": head_dim,
@@ -248,7 +127,7 @@ def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, r
         shared_size=keys.count("shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    _check_routing(keys, mixture)
+    check_routing(keys, mixture)
     bias = keys.flag("attention_bias", False)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
@@ -321,7 +200,7 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
         gated=False,
         latent_size=keys.count("moe_latent_size") if keys.has("moe_latent_size") else None,
     )
-    _check_routing(keys, mixture)
+    check_routing(keys, mixture)
     return {
         "num_kv_heads": keys.count("num_key_value_heads", 8),
         "head_dim": keys.count("head_dim", 128),
@@ -349,7 +228,7 @@ def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     )  # a softmax over the chosen experts alone is the same
     clamp = (keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702))
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), router_bias=True, clamp=clamp)
-    _check_routing(keys, mixture)
+    check_routing(keys, mixture)
     return {
         "num_kv_heads": keys.count("num_key_value_heads"),
         "head_dim": keys.count("head_dim", 64),
@@ -371,9 +250,9 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "Qwen2ForCausalLM": (("qwen2",), _qwen2),
     "Qwen3ForCausalLM": (("qwen3",), _qwen3),
     "Qwen3MoeForCausalLM": (("qwen3_moe",), _qwen3_moe),
-    "DeepseekV3ForCausalLM": (("deepseek_v3", "kimi_k2"), _deepseek),
-    "DeepseekV32ForCausalLM": (("deepseek_v32",), _deepseek_sparse),
-    "GlmMoeDsaForCausalLM": (("glm_moe_dsa",), _glm_sparse),
+    "DeepseekV3ForCausalLM": (("deepseek_v3", "kimi_k2"), deepseek),
+    "DeepseekV32ForCausalLM": (("deepseek_v32",), deepseek_sparse),
+    "GlmMoeDsaForCausalLM": (("glm_moe_dsa",), glm_sparse),
     "MiniMaxM2ForCausalLM": (("minimax_m2",), _minimax),
     "Qwen3_5MoeForCausalLM": (("qwen3_5_moe_text",), _qwen35_moe),
     "Qwen3VLForConditionalGeneration": (("qwen3_vl",), _qwen3),
@@ -391,14 +270,3 @@ def _full_attention(keys: Keys, num_layers: int) -> None:
     kinds = keys.names("layer_types", ("full_attention",), num_layers)
     if kinds is None and window is not None and uses and first < num_layers:
         keys.refuse("sliding_window", window, "null, or any with use_sliding_window false: full attention only")
-
-
-def _check_routing(keys: Keys, mixture: MixtureConfig) -> None:
-    """Refuse a routing that cannot choose `top_k` experts from its groups."""
-    count, rule = mixture.num_experts, mixture.routing
-    if count % rule.groups or (rule.groups > 1 and count // rule.groups < 2):
-        keys.refuse("n_group", rule.groups, f"1, or a divisor of the {count} experts that leaves two in a group")
-    if rule.top_groups > rule.groups:
-        keys.refuse("topk_group", rule.top_groups, f"at most n_group ({rule.groups})")
-    if rule.top_k > count // rule.groups * rule.top_groups:
-        keys.refuse("num_experts_per_tok", rule.top_k, "at most the number of experts that can be chosen")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +14,20 @@ from torch import Tensor
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import fp8
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.checkpoint_names import (
-    EMBEDDING,
-    HEAD,
-    StoredSlice,
-    form_of,
-    stored_name,
-    stored_shapes,
-    stored_slices,
-    stored_state,
-)
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, form_of, stored_state
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.experts import BIAS
 from rlloop.models.layers import Norm
-from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
-from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
+from rlloop.models.weight_reader import check_shapes, read_weights, shapes_of, tensors_left_out, type_in_memory
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels import RECURRENT, SINKS, VISION, backend_of, device_types
-from rlloop.numerics.packed import PackedWeight, is_packed
+from rlloop.numerics.packed import is_packed
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.progress import tick
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -91,7 +75,7 @@ def load_model(
     in_8_bits = _quantised(config, compute, context, quantize)
     if in_8_bits and "quantization_config" in config.raw:
         raise ConfigError(f"quantize={quantize} trains weights, and those of {path} are packed; load it without")
-    state = _read(config, Path(path), compute, context, in_8_bits)
+    state = read_weights(config, Path(path), compute, context, in_8_bits)
     return _assemble(config, state, context, profile, Path(path), in_8_bits)
 
 
@@ -135,14 +119,14 @@ def new_model(
         if name not in held:
             continue
         shard = held[name].part(tensor)  # a view would keep the whole
-        kind = None if name in in_8_bits else _compute(name, compute)
+        kind = None if name in in_8_bits else type_in_memory(name, compute)
         state[name] = (shard if shard is tensor else shard.clone()).to(context.device, kind)
     return _assemble(parsed, state, context, profile, None, in_8_bits)
 
 
 def read_state(folder: str | Path) -> dict[str, Tensor]:
     """The weights of a folder by parameter name, in their stored types, checked against its config.json."""
-    return _read(read_config(folder), Path(folder), None, ParallelContext(torch.device("cpu")))
+    return read_weights(read_config(folder), Path(folder), None, ParallelContext(torch.device("cpu")))
 
 
 def save_model(
@@ -177,16 +161,16 @@ def save_model(
     if is_packed(*state.values()):
         raise ModelError("packed weights are frozen, and their folder holds them already; copy it instead of saving")
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    _check(config, shapes, _shapes(config), "the state to save")
+    check_shapes(config, shapes, shapes_of(config), "the state to save")
     folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         write_single(folder, stored_state(state, config.architecture))
     else:
         stored = StoredWeights.open(source)
-        left_out = _left_out(config, stored)
+        left_out = tensors_left_out(config, stored)
         if config.tied and HEAD in stored.tensors:
             state[HEAD] = state[EMBEDDING]
-        form = form_of({name: x.shape for name, x in stored.tensors.items()}, _shapes(config), config.architecture)
+        form = form_of({name: x.shape for name, x in stored.tensors.items()}, shapes_of(config), config.architecture)
         whole = {**stored_state(state, config.architecture, form), **dict(stored.read(left_out))}
         stored.write(folder, _as_stored(whole, stored))
         if not folder.samefile(source):
@@ -218,109 +202,6 @@ def _quantised(config: ModelConfig, dtype: torch.dtype, context: ParallelContext
     return set(fp8.quantised_names(model))
 
 
-def _read(
-    config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext,
-    exact: Collection[str] = (),
-) -> dict[str, Tensor]:  # fmt: skip
-    """The rank's weights by parameter name, those of `exact` in their stored types; names and shapes are checked before
-    any tensor is read."""
-    with torch.device("meta"):
-        entries = ParameterStore(Model(config, None, context)).entries
-    stored, shapes = StoredWeights.open(folder), _shapes(config)
-    left_out = _left_out(config, stored)
-    checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
-    form = form_of(checkpoint_shapes, shapes, config.architecture)
-    expected = stored_shapes(shapes, config.architecture, form)
-    packed = _packed_reader(config, stored, expected)
-    if packed is not None:
-        checkpoint_shapes = packed.found(checkpoint_shapes)
-    if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
-        log.warning("%s: multi-token-prediction heads are left out: %s", folder, _some(sorted(heads)))
-    _check(config, checkpoint_shapes, expected, str(folder))
-    plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
-    for name in plain:
-        check_plain(str(folder), name, stored.tensors[name])
-    slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture, form)}
-    tied = StoredSlice(EMBEDDING)  # it may be stored under its other name as well
-    held = {name for name in checkpoint_shapes if _holds(entries, slices.get(name, tied))}
-    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
-    state: dict[str, Tensor] = {}
-    for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
-        tick()
-        rows = slices.get(name)
-        tensor = tensor.mT.contiguous() if rows is not None and rows.transposed else tensor
-        as_it_is = rows is not None and rows.parameter in exact
-        kind = tensor.dtype if as_it_is else _compute(name, dtype) or tensor.dtype
-        if rows is None or rows.expert is None:
-            kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
-        else:
-            entry = entries[rows.parameter]
-            if rows.parameter not in state:
-                state[rows.parameter] = torch.empty(entry.live.shape, dtype=kind, device=context.device)
-            first = 0 if entry.cut is None else entry.cut.ranges[0][0]
-            kept = replace(rows, expert=rows.expert - first).of(state[rows.parameter]).copy_(tensor)
-        if not _finite(kept):
-            raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
-    if packed is not None:
-        aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
-        for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device, held):
-            tick()
-            if not weight.is_finite():
-                raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
-            rows = slices.get(name)
-            if rows is not None and rows.expert is None and entries[rows.parameter].division is not None:
-                shard = entries[rows.parameter].part(weight)
-                assert isinstance(shard, PackedWeight)
-                weight = shard.like(torch.clone)  # a view would keep the whole
-            place(state, aside, rows, name, weight)
-        state.update(finished(aside, state, str(folder)))
-    if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
-        raise ModelError(
-            f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
-            "set tie_word_embeddings to false, or store one"
-        )
-    return state
-
-
-def _packed_reader(
-    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]
-) -> PackedReader | None:
-    quantized = config.raw.get("quantization_config")
-    if quantized is None:
-        return None
-    return PackedReader(read_scheme(quantized), stored, shapes)
-
-
-def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
-    """True if a rank with the parameters `entries` holds a stored tensor or a part of it."""
-    entry = entries.get(rows.parameter)
-    if entry is None or entry.cut is None or rows.expert is None:
-        return entry is not None
-    return any(begin <= rows.expert < end for begin, end in entry.cut.ranges)
-
-
-def _left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:
-    """Stored tensors that are not the model's: multi-token-prediction layers, and empty tensors."""
-    further = range(config.num_layers, config.num_layers + config.further_layers)
-
-    def is_further(name: str) -> bool:
-        layer = name.removeprefix("model.layers.").split(".")[0]
-        return (bool(further) and name.startswith("mtp.")) or (layer.isdecimal() and int(layer) in further)
-
-    return {name for name, tensor in stored.tensors.items() if 0 in tensor.shape or is_further(name)}
-
-
-def _finite(tensor: Tensor) -> bool:
-    """True if it has neither NaN nor infinity; makes no copy."""
-    least, most = tensor.aminmax()
-    return bool(least.isfinite() & most.isfinite())
-
-
-def _compute(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The type of a tensor in memory where the model computes in `dtype`; None: its stored type."""
-    return torch.float32 if dtype is not None and dtype != torch.float64 and name.endswith(BIAS) else dtype
-
-
 def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, Tensor]:
     """`state` with routers' biases, float32 in memory, in the source's type where that is lossless."""
     kept = dict(state)
@@ -329,26 +210,6 @@ def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, 
         if name.endswith(BIAS) and torch.equal(narrow.to(kept[name].dtype), kept[name]):
             kept[name] = narrow
     return kept
-
-
-def _check(
-    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
-) -> None:
-    """Raises `ModelError` for names and shapes other than `expected`; `where` names them in messages."""
-    embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
-    allowed = {**expected, HEAD: expected[embedding]}  # some checkpoints of tied models store both
-    if unknown := sorted(shapes.keys() - allowed.keys()):
-        raise ModelError(f"{where} has tensors that {config.architecture} does not know: {_some(unknown)}")
-    if missing := sorted(expected.keys() - shapes.keys()):
-        raise ModelError(f"{where} lacks tensors that {config.architecture} needs: {_some(missing)}")
-    for name, shape in shapes.items():
-        if shape != allowed[name]:
-            raise ModelError(f"{where}: {name} has shape {list(shape)}; config.json says {list(allowed[name])}")
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return ParameterStore(Model(config)).shapes()
 
 
 def _assemble(
@@ -403,7 +264,3 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

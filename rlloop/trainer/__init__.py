@@ -2,6 +2,7 @@
 
 from rlloop.trainer.batching import TrainSequence
 from rlloop.trainer.checkpoint import Checkpoint, CheckpointStore
-from rlloop.trainer.trainer import Trainer, UpdateResult
+from rlloop.trainer.trainer import Trainer
+from rlloop.trainer.update_result import UpdateResult
 
 __all__ = ["Checkpoint", "CheckpointStore", "TrainSequence", "Trainer", "UpdateResult"]

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
 from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
-from rlloop.metrics import Mean, Reduction, Sum, merge
+from rlloop.metrics import Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.models.scoring import score_prompt
@@ -27,34 +27,17 @@ from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
 from rlloop.trainer.master_weights import MasterWeights, Rounding
-from rlloop.trainer.mfu import utilisation
 from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
 from rlloop.trainer.shard import NARROW
+from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ModelInput, Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
 
 STATE, FORMAT = "trainer.json", 1
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """Results of one `forward_backward`."""
-
-    recomputed: Recomputed  # [P] a sequence, in batch order, before the update
-    metrics: dict[str, Reduction]  # the loss's own and `loss/total`, over the whole step
-    tokens: int  # trained
-    sequences: int  # with at least one trained token
-    forward_tokens: int  # of all sequences, prompts included; what they share counts for each
-    micro_batches: int
-
-    @property
-    def logprobs(self) -> Sequence[np.ndarray]:
-        """[P] float32 a sequence."""
-        return self.recomputed.logprobs
 
 
 class Trainer:
@@ -177,7 +160,8 @@ class Trainer:
 
         self._collect(step, work)
         leaves = all_leaves(scored, self.model)
-        return self._result(began, step, leaves, merge(leaf.metrics for leaf in leaves))
+        metrics = merge(leaf.metrics for leaf in leaves)
+        return UpdateResult.of(self.model, step, leaves, metrics, began)
 
     def forward_backward_custom(
         self, batch: Batch, fn: Loss, *, old_logprobs: Sequence[np.ndarray] | None = None
@@ -209,7 +193,7 @@ class Trainer:
             return partial(torch.autograd.backward, *map(list, zip(*used, strict=True)))
 
         self._collect(step, work)
-        return self._result(began, step, leaves, _metrics(out))
+        return UpdateResult.of(self.model, step, leaves, _metrics(out), began)
 
     def score(self, rows: Sequence[ScoreRow]) -> Tensor:
         """[N] float32: logprobs of the rows' predicted tokens, to be differentiated in `accumulate`. For one rank."""
@@ -343,27 +327,6 @@ class Trainer:
                 gradients.collect(count, backward, idle=idle)
         self.moe.gather(self._ranks)
         self._has_gradient = True
-
-    def _result(
-        self, began: float, step: StepBatch, leaves: Sequence[Leaf], metrics: dict[str, Reduction]
-    ) -> UpdateResult:
-        """Build the result. What is recomputed is on the host, so the device has finished and the time is complete."""
-        lengths, again = [len(row.token_ids) for row in step.rows], recomputed(step, leaves)
-        shared = step.shared or [0] * len(lengths)
-        of_shared = {} if step.shared is None else {"trainer/shared_tokens": Mean(sum(shared), sum(lengths))}
-        return UpdateResult(
-            recomputed=again,
-            metrics={
-                **metrics,
-                "loss/total": Mean(metrics["loss/total"].value, 1),  # a sum over micro-batches, a mean over updates
-                **of_shared,
-                **utilisation(self.model, zip(shared, lengths, strict=True), time.perf_counter() - began),
-            },
-            tokens=step.total_tokens,
-            sequences=step.total_sequences,
-            forward_tokens=sum(lengths),
-            micro_batches=len(step.micro_batches),
-        )
 
     def _short(self, step: StepBatch) -> Tensor:
         """The forward of a rank without a micro-batch where layers are sharded: it meets the others at each."""

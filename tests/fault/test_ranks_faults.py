@@ -12,6 +12,8 @@ import pytest
 from rlloop.audit import Extent, verify
 from tests.support.command import Command
 from tests.support.ranked_run import finish, same, start
+from tests.support.tiny_run import held, steps
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +32,6 @@ def short(tmp_path_factory) -> Path:
     return folder
 
 
-def steps(folder: Path) -> int:
-    """Records of steps so far, step 0 included."""
-    metrics = folder / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def wait_for(ranks: list[Command], folder: Path, records: int) -> None:
-    while ranks[0].poll() is None and steps(folder) < records:
-        time.sleep(0.002)
-
-
 def ended(ranks: list[Command]) -> tuple[str, list[int | None]]:
     """Rank 0's output, and the exit codes of all."""
     output, *_ = [rank.communicate(60)[0] for rank in ranks]
@@ -54,16 +45,18 @@ def layouts(folder: Path) -> list[dict]:
 
 def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path, whole):
     folder = tmp_path / "run"
-    ranks = start(folder, 4, "trainer.layout.dp_shard=2", "trainer.layout.dp_replicate=2")
-    wait_for(ranks, folder, 4)
-    os.kill(ranks[2].pid, signal.SIGKILL)
+    with held(folder, 4):
+        ranks = start(folder, 4, "trainer.layout.dp_shard=2", "trainer.layout.dp_replicate=2")
+        until(lambda: steps(folder) == 4, ranks[0])
+        os.kill(ranks[2].pid, signal.SIGKILL)
     output, codes = ended(ranks)
     assert codes[0] == 1, output
     assert "rlloop: rank 2 of 4: it reports no more: its process is gone or stopped" in output
 
-    ranks = start(folder, 3, "trainer.layout.dp_shard=3")
-    wait_for(ranks, folder, 5)  # it goes on after step 2
-    os.kill(ranks[0].pid, signal.SIGINT)
+    with held(folder, 5):
+        ranks = start(folder, 3, "trainer.layout.dp_shard=3")
+        until(lambda: steps(folder) == 5, ranks[0])  # it goes on after step 2
+        os.kill(ranks[0].pid, signal.SIGINT)
     output, codes = ended(ranks)
     assert codes == [130, 0, 0], output
     assert "Interrupted. To resume: rlloop train" in output
@@ -92,9 +85,10 @@ def test_any_layout_of_trainer_and_engine_makes_the_same_run(tmp_path, short, la
 
 
 def test_a_rank_that_stands_still_is_named(tmp_path):
-    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "ray.rank_timeout=8")
-    wait_for(ranks, tmp_path / "run", 3)
-    os.kill(ranks[1].pid, signal.SIGSTOP)
+    with held(tmp_path / "run", 3):
+        ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "ray.rank_timeout=8")
+        until(lambda: steps(tmp_path / "run") == 3, ranks[0])
+        os.kill(ranks[1].pid, signal.SIGSTOP)
     output, _ = ranks[0].communicate()
     os.kill(ranks[1].pid, signal.SIGCONT)
     _, codes = ended(ranks)
@@ -152,7 +146,8 @@ def test_killed_at_twenty_moments_it_ends_as_if_nothing_had_happened(tmp_path):
     for kill in range(20):
         size = rng.choice([2, 3, 4])
         ranks = start(folder, size, f"trainer.layout.dp_shard={size}", length, patience)
-        wait_for(ranks, folder, steps(folder) + rng.choice([0, 1]))
+        records = steps(folder) + rng.choice([0, 1])
+        until(lambda records=records: steps(folder) >= records, ranks[0])
         time.sleep(rng.uniform(0, 0.6))
         victim = rng.choice(ranks)
         assert victim.poll() is None, f"the run was over before kill {kill + 1}"

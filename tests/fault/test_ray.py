@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.runs.folder import read_records
 from tests.support.ray_processes import ray_processes
-from tests.support.tiny_run import history, make_model, train
+from tests.support.tiny_run import held, history, make_model, steps, train
+from tests.support.waiting import until
 
 pytest.importorskip("ray")
 
@@ -80,20 +80,20 @@ def local(tmp_path_factory) -> Path:
 
 def test_three_engines_and_a_killed_one_give_the_bits_of_a_local_run(tmp_path, monkeypatch, local):
     monkeypatch.setenv("RLLOOP_TEST_RUN", f"{SUITE}/three")
-    process = train(tmp_path / "three", "launch=ray", "ray.replicas=2", "ray.cpus_per_worker=0.5")
-    metrics = tmp_path / "three" / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 2):
-        time.sleep(0.01)
-    victims = [pid for pid, command in workers("three").items() if "ray::Replica" in command]
-    assert victims, ("no replica was there to be killed", process.communicate()[0])
-    heard = listening(workers("three"))
-    assert len(heard) > 3
-    assert [each for each in heard if each[0] not in LOOPBACK] == []
-    os.kill(victims[0], signal.SIGKILL)
+    run = tmp_path / "three"
+    with held(run, 2):
+        process = train(run, "launch=ray", "ray.replicas=2", "ray.cpus_per_worker=0.5")
+        until(lambda: steps(run) == 2, process)
+        victims = [pid for pid, command in workers("three").items() if "ray::Replica" in command]
+        assert victims, "no replica was there to be killed"
+        heard = listening(workers("three"))
+        assert len(heard) > 3
+        assert [each for each in heard if each[0] not in LOOPBACK] == []
+        os.kill(victims[0], signal.SIGKILL)
     finish(process)
-    same(tmp_path / "three", local)
+    same(run, local)
     assert not left_behind("three"), "processes were left behind"
-    assert len(list(read_records(metrics))) == 7
+    assert steps(run) == 7
 
 
 ATTACHED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64, "RLLOOP_TEST_RUN": f"{SUITE}/cluster"}

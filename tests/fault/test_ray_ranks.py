@@ -2,14 +2,14 @@
 
 import os
 import signal
-import time
 import uuid
 
 import pytest
 
 from tests.support.ranked_run import SMALL, finish, same, start
 from tests.support.ray_processes import ray_processes
-from tests.support.tiny_run import train
+from tests.support.tiny_run import held, steps, train
+from tests.support.waiting import until
 
 pytest.importorskip("ray")
 
@@ -17,13 +17,12 @@ pytest.importorskip("ray")
 def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path):
     owner = uuid.uuid4().hex
     run, overrides = tmp_path / "run", ("launch=ray", "ray.elastic=true", "trainer.layout.dp_shard=3")
-    process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
-    metrics = run / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 4):
-        time.sleep(0.01)
-    ranks = sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)
-    assert len(ranks) == 3
-    os.kill(ranks[1], signal.SIGKILL)
+    with held(run, 4):
+        process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+        until(lambda: steps(run) == 4, process)
+        ranks = sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)
+        assert len(ranks) == 3
+        os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert " of 3: " in output

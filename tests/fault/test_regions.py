@@ -19,8 +19,9 @@ from rlloop.runs.folder import read_rollouts, rollout_files
 from rlloop.sync.manifest import Head
 from rlloop.sync.store import FolderStore
 from rlloop.types import SamplingParams
-from tests.support.fleet_run import TOKEN, Fleet, Server, events, outcome, steps, until
-from tests.support.tiny_run import train
+from tests.support.fleet_run import TOKEN, Fleet, Server, events, outcome
+from tests.support.tiny_run import steps, train
+from tests.support.waiting import until
 
 STEPS = ["trainer.num_steps=9", "scoring.timeout=240"]
 

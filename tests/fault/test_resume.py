@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from tests.support import fake_run
 from tests.support.command import Command
 from tests.support.fake_run import STEPS
-from tests.support.tiny_run import LEARNABLE, history, make_model, train
+from tests.support.tiny_run import LEARNABLE, held, history, steps, train
+from tests.support.waiting import until
 
 
 def start(folder: Path) -> Command:
@@ -34,14 +34,8 @@ def kill_after(folder: Path, records: int) -> None:
     kill_when(start(folder), folder, records)
 
 
-def wait_for(process: Command, folder: Path, records: int) -> None:
-    metrics = folder / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < records):
-        time.sleep(0.001)
-
-
 def kill_when(process: Command, folder: Path, records: int) -> None:
-    wait_for(process, folder, records)
+    until(lambda: steps(folder) >= records, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL, "it ended by itself before it could be killed"
@@ -61,29 +55,6 @@ def test_killed_again_and_again_it_ends_as_if_nothing_had_happened(tmp_path):
     assert not list((broken / "checkpoints").glob("tmp*"))
 
 
-HELD = f"""import time
-from pathlib import Path
-
-{LEARNABLE.replace("def reward", "def given")}
-
-def reward(prompt, completion, example):
-    records = Path("broken/metrics.jsonl")
-    while records.exists() and records.read_bytes().count(b"\\n") == 4 and not Path("released").exists():
-        time.sleep(0.01)
-    return given(prompt, completion, example)
-"""
-
-
-def train_until_step_4(folder: Path) -> Command:
-    """A run that waits within step 4, of which and of step 3 there is no checkpoint, until a file `released` is beside
-    it: steps are so short that a busy machine may have run all before it lets the test look again."""
-    make_model(folder.parent)
-    (folder.parent / "learnable.py").write_text(HELD)
-    process = train(folder)
-    wait_for(process, folder, records=4)
-    return process
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A run of the real parts that nothing stopped."""
@@ -95,7 +66,8 @@ def whole(tmp_path_factory) -> Path:
 
 def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
     broken = tmp_path / "broken"
-    kill_when(train_until_step_4(broken), broken, records=4)
+    with held(broken, 4):  # there is no checkpoint of step 3, nor of step 4
+        kill_when(train(broken), broken, records=4)
     (tmp_path / "learnable.py").write_text(LEARNABLE)
     output, _ = (process := train(broken)).communicate()
     assert process.returncode == 0, output
@@ -115,9 +87,10 @@ def test_the_real_parts_resume_bit_for_bit(tmp_path, whole):
 def test_a_disk_without_room_is_said_and_costs_nothing(tmp_path, whole):
     """A limit on the size of files, which a checkpoint's tensors pass and a record does not."""
     broken = tmp_path / "broken"
-    process = train_until_step_4(broken)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, 80_000))
-    (tmp_path / "released").touch()
+    with held(broken, 4):
+        process = train(broken)
+        until(lambda: steps(broken) == 4, process)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (80_000, 80_000))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
     assert "Traceback" not in output

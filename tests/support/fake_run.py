@@ -11,7 +11,7 @@ from rlloop.parity.monitor import ParityMonitor
 from rlloop.runs.folder import RunFolder
 from rlloop.testing import FakeTrainer, fake_parts
 
-STEPS = 60
+STEPS = 240  # a busy machine lets a test look late: the run is to be under way still
 CONFIG = RunConfig(
     algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
     trainer=TrainerConfig(num_steps=STEPS),

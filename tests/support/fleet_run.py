@@ -6,23 +6,13 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.sync.manifest import new_key
 from tests.support.command import Command
-from tests.support.tiny_run import history, make_model
+from tests.support.tiny_run import HELD, history, make_model
 
-HELD_REWARD = """
-import time
-from pathlib import Path
-
-def reward(prompt, completion, example):
-    while Path("hold").exists():  # a test stops the run here, between sampling and learning
-        time.sleep(0.02)
-    return len(completion) % 7
-"""
 TOKEN = "a token for the tests of a fleet"
 
 
@@ -66,7 +56,7 @@ class Fleet:
         self.origin = f"http://127.0.0.1:{self.port}"
         self.servers: list[Server] = []
         make_model(place)
-        (place / "learnable.py").write_text(HELD_REWARD)
+        (place / "learnable.py").write_text(HELD)
         new_key(place / "key")
 
     def relay(self, region: str) -> Server:
@@ -93,20 +83,6 @@ class Fleet:
     def _start(self, *arguments: str) -> Server:
         self.servers.append(Server(self.place, *arguments))
         return self.servers[-1]
-
-
-def until(condition, process: Command | None = None, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        assert process is None or process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
-
-
-def steps(folder: Path) -> int:
-    """Records of steps so far, step 0 among them."""
-    metrics = folder / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def events(folder: Path, event: str) -> list[dict]:

@@ -63,6 +63,7 @@ def counting_server() -> Iterator[tuple[str, Any]]:
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     while not running.started:
+        assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
     yield f"http://127.0.0.1:{port}", Counting
     running.should_exit = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,25 +13,11 @@ from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.testing import plant_fault
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen
+from tests.support.stepper import Stepper
 from tests.support.tiny_models import tiny_qwen3
 
 FAST = PoolSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
 CANARY = Canary([[5, 6, 7]], [SamplingParams(max_tokens=8, seed=0, ignore_eos=True)])
-
-
-class Slow:
-    """An engine that may be made to wait in a step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.go = engine, threading.Event()
-        self.go.set()
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def step(self):
-        self.go.wait()
-        return self.engine.step()
 
 
 class OneEngine:
@@ -43,7 +27,7 @@ class OneEngine:
         engine = Engine(tiny_qwen3(64))
         if fault is not None:
             plant_fault(engine, fault)
-        self.engine = Slow(engine)
+        self.engine = Stepper(engine)
         self.service = EngineService(self.engine)
         self.server = EngineServer(self.service, name="test")
         self.http = BackgroundServer(self.server.app, Listen())
@@ -53,7 +37,7 @@ class OneEngine:
         return self.service.stats().requests
 
     def close(self) -> None:
-        self.engine.go.set()
+        self.engine.may()
         self.http.close()
         self.service.close()
 
@@ -79,10 +63,3 @@ def fleet(*engines: OneEngine, settings: PoolSettings = FAST, **options) -> Iter
 
 def check(made, expected) -> None:
     assert all(same_bits(a, b) for a, b in zip(made, expected, strict=True))
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

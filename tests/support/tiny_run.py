@@ -1,6 +1,7 @@
 """A real run that takes seconds: countdown with a tiny random model and a reward that has signal from step one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlloop.metrics import is_timing
@@ -10,6 +11,40 @@ from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from tests.support.command import Command
 
 LEARNABLE = "def reward(prompt, completion, example):\n    return len(completion) % 7\n"  # as learnable.py
+HELD = r"""import time
+from pathlib import Path
+
+def reward(prompt, completion, example):
+    while held():
+        time.sleep(0.01)
+    return len(completion) % 7
+
+def held():
+    # While there is a file `hold`; where it names a run and a number, once that has exactly so many records of steps.
+    try:
+        run, records = Path("hold").read_text().split() or ("", "0")
+    except FileNotFoundError:
+        return False
+    file = Path(run, "metrics.jsonl")
+    return (file.read_bytes().count(b"\n") if file.exists() else 0) == int(records)
+"""
+
+
+@contextmanager
+def held(folder: Path, records: int) -> Iterator[None]:
+    """Within, the run in `folder` waits between sampling and learning once it has exactly so many records of steps,
+    that of step 0 among them. Steps are so short that a busy machine may have taken all before a test looks again."""
+    make_model(folder.parent)
+    (folder.parent / "learnable.py").write_text(HELD)
+    (folder.parent / "hold").write_text(f"{folder.name} {records}")
+    yield
+    (folder.parent / "hold").unlink()
+
+
+def steps(folder: Path) -> int:
+    """Records of steps so far, that of step 0 among them."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def history(folder: Path) -> list[object]:

@@ -219,6 +219,7 @@ def test_it_pauses(line):
         for mode in ("keep", "abort"):
             answer = pool.submit(line.remote.generate, prompts, sampling)
             while waiting(line) < 3:
+                assert not answer.done(), "all were made before the first look at what waits"
                 time.sleep(0.001)
             assert post(f"/rlloop/pause?mode={mode}")["paused"]
             if mode == "keep":

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from rlloop.errors import ConfigError
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.api_client import PROTOBUF, Api, datums, output, sampled
 from tests.support.fake_training import FakeTraining
+from tests.support.waiting import until
 
 KEYS = Keys({"tml-alice-0123456789": Client("alice"), "tml-bob-01234567890": Client("bob", operator=True)})
 
@@ -341,13 +341,6 @@ def test_a_session_without_heartbeats_ends(tmp_path):
 # ------------------------------------------------------------------------------------------------ restarts
 
 
-def wait_until(done, seconds=20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def trained(api: Api, steps: int) -> None:
     for step in range(steps):
         api.forward_backward([[step, 1, 2], [step, 3, 4]])
@@ -389,8 +382,8 @@ def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_pat
         trained(api, 1)
         weights = dict(fake.weights)
         (log,) = [model.log for session in server.sessions for model in session.models.values()]
-        wait_until(lambda: (log.folder / "000015.log").exists())  # after the last sampler
-        wait_until(lambda: [each.checkpoint_id for each in fake.checkpoints()] == ["weights/rlloop-log-000015"])
+        until(lambda: (log.folder / "000015.log").exists())  # after the last sampler
+        until(lambda: [each.checkpoint_id for each in fake.checkpoints()] == ["weights/rlloop-log-000015"])
     with serving(tmp_path) as (server, fake):
         again = Api(server.url)
         again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
@@ -438,7 +431,7 @@ def test_a_gradient_that_a_failure_left_is_not_lost_by_a_state(tmp_path):
         api.sampler(0)
         gradients, weights = dict(fake.gradients), dict(fake.weights)
         assert len(gradients[api.model_id]) == 1
-        wait_until(lambda: fake.checkpoints() == [])  # the states that were begun are given up
+        until(lambda: fake.checkpoints() == [])  # the states that were begun are given up
     with serving(tmp_path) as (server, fake):
         again = Api(server.url)
         again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id

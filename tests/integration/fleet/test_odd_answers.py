@@ -22,8 +22,9 @@ from rlloop.rollout.fleet.client import LoopThread, RemoteEngine
 from rlloop.rollout.fleet.membership import NoEngine
 from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.types import Completion, SamplingParams
-from tests.support.router_fleet import CANARY, FAST, Events, OneEngine, check, fleet, until
+from tests.support.router_fleet import CANARY, FAST, Events, OneEngine, check, fleet
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
 
 VOCABULARY = 64
 PROMPTS = [[3 + place, 7, 9] for place in range(8)]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,45 +23,11 @@ from rlloop.rollout.fleet.openai_api import IDLE, IGNORED
 from rlloop.rollout.fleet.text import HALF, Tokenizer, tokenizer_of
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.openai_model import without_template, write_model
+from tests.support.stepper import Stepper
+from tests.support.waiting import until
 
 TOKEN = "a token of some length"
 MESSAGES: Any = [{"role": "system", "content": "bad"}, {"role": "user", "content": "cab é"}]
-
-
-class Stepper:
-    """An engine that takes a step only where it may."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.changed = threading.Condition()
-        self.left: float = np.inf  # steps
-        self.fails: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def may(self, steps: float) -> None:
-        """Take so many from now on."""
-        with self.changed:
-            self.left = steps
-            self.changed.notify_all()
-
-    def step(self) -> Any:
-        with self.changed:
-            self.changed.wait_for(lambda: self.left > 0)
-            self.left -= 1
-        if self.fails is not None:
-            error, self.fails = self.fails, None
-            self.engine.abort_all()
-            raise error
-        return self.engine.step()
-
-
-def until(true: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "this never came true"
-        time.sleep(0.001)
 
 
 @dataclass
@@ -229,7 +192,7 @@ def test_the_first_token_is_there_before_the_second_is_made(running):
         assert len(first.choices[0].token_ids) == 1
         assert running.engine.stats().made_tokens == before + 1
         assert running.engine.has_work
-        running.stepper.may(np.inf)
+        running.stepper.may()
         rest = list(stream)
         assert sum(len(event.choices[0].token_ids) for event in rest) == 2
         before += 3
@@ -243,7 +206,7 @@ def test_a_stream_that_is_closed_ends_its_work_in_the_engine(running):
     stream.close()
     until(lambda: running.service._cancelled or not running.service.load)  # the server has seen it
     before = running.engine.stats().made_tokens
-    running.stepper.may(np.inf)
+    running.stepper.may()
     running.idle()
     assert running.engine.stats().made_tokens - before <= 4, "more than the step that was on its way"
 
@@ -257,7 +220,7 @@ def test_a_client_that_leaves_before_the_first_token_leaves_nothing_behind(runni
             ask(running.client.with_options(timeout=0.3))
         until(lambda: running.service._cancelled or not running.service.load)  # the server has seen it
         before = running.engine.stats().made_tokens
-        running.stepper.may(np.inf)
+        running.stepper.may()
         running.idle()
         assert running.engine.stats().made_tokens - before <= 1
 
@@ -629,7 +592,7 @@ def test_every_error_is_of_the_clients_own_kind(running):
     running.stepper.may(0)
     full = [running.service.submit([[6]] * 32, [SamplingParams(max_tokens=1)] * 32) for _ in "12"]
     raised(openai.RateLimitError, lambda: running.complete("ab"))
-    running.stepper.may(np.inf)
+    running.stepper.may()
     assert all(len(answer.result()) == 32 for answer in full)
 
 
@@ -642,7 +605,7 @@ def test_an_engine_that_fails_is_a_500_and_in_a_stream_an_error(running, caplog)
     stream = iter(running.complete("ab", stream=True, ignore_eos=True))
     next(stream)
     running.stepper.fails = RuntimeError("the GPU is gone")
-    running.stepper.may(np.inf)
+    running.stepper.may()
     with pytest.raises(openai.APIError, match="the GPU is gone"):
         list(stream)
     assert running.complete("ab").choices  # and it goes on
@@ -661,7 +624,7 @@ def test_what_a_pause_aborts_says_so(running):
         until(lambda: running.stepper.left == 0 and len(running.service._running) == 4)
         pausing = pool.submit(running.service.pause, "abort")
         until(lambda: running.service._halt or running.service.paused)  # it may have stopped before the first look
-        running.stepper.may(np.inf)
+        running.stepper.may()
         for event in streamed.result(20):
             joined.add(event)
         pausing.result(20)

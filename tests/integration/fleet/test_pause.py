@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -16,19 +17,24 @@ from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.rollout.fleet.engine_server import EngineServer
 from rlloop.types import Completion
 from rlloop.web.server import BackgroundServer, Listen
+from tests.support.stepper import Stepper
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
+
+T = TypeVar("T")
 
 PROMPTS = [[5, 6, 7], [9], list(range(10, 40))]
 SAMPLING = [SamplingParams(max_tokens=length, seed=length, ignore_eos=True) for length in (30, 3, 40)]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(tiny_qwen3(64))
+def engine() -> Stepper:
+    return Stepper(Engine(tiny_qwen3(64)))
 
 
 @pytest.fixture
 def service(engine) -> Iterator[EngineService]:
+    engine.may()
     service = EngineService(engine)
     yield service
     service.close()
@@ -38,18 +44,17 @@ def bits(completions: list[Completion]) -> list[tuple[list[int], bytes]]:
     return [(each.token_ids, each.logprobs.tobytes()) for each in completions]
 
 
-def started(engine: Engine, service: EngineService) -> Future[list[Completion]]:
-    """Requests of which the shortest is finished and the others are not."""
+def started(engine: Stepper, submit: Callable[[], T]) -> T:
+    """What `submit` returns: requests of which the shortest is finished and the others are not, until more steps are
+    allowed."""
     before = engine.stats().made_tokens
-    service.pause()
-    answer = service.submit(PROMPTS, SAMPLING)
-    service.resume()
-    while engine.stats().made_tokens < before + 9:
-        time.sleep(0.001)
+    engine.may(3)
+    answer = submit()
+    until(lambda: engine.stats().made_tokens == before + 9)
     return answer
 
 
-def is_still(engine: Engine) -> bool:
+def is_still(engine: Stepper) -> bool:
     before = engine.stats()
     time.sleep(0.05)
     return engine.stats() == before
@@ -57,8 +62,9 @@ def is_still(engine: Engine) -> bool:
 
 def test_kept_requests_go_on_as_if_nothing_had_been(engine, service):
     expected = bits(service.submit(PROMPTS, SAMPLING).result(60))
-    answer = started(engine, service)
+    answer = started(engine, lambda: service.submit(PROMPTS, SAMPLING))
     service.pause("keep")
+    engine.may()
     assert is_still(engine)
     later = service.submit(PROMPTS[:1], SAMPLING[:1])
     assert is_still(engine)
@@ -70,8 +76,9 @@ def test_kept_requests_go_on_as_if_nothing_had_been(engine, service):
 
 def test_aborted_requests_leave_what_there_is(engine, service):
     expected = service.submit(PROMPTS, SAMPLING).result(60)
-    answer = started(engine, service)
+    answer = started(engine, lambda: service.submit(PROMPTS, SAMPLING))
     service.pause("abort")
+    engine.may()
     made = answer.result(0)
     assert [each.finish_reason for each in made] == ["abort", "length", "abort"]
     for part, whole in zip(made, expected, strict=True):
@@ -83,8 +90,9 @@ def test_aborted_requests_leave_what_there_is(engine, service):
 
 
 def test_waiting_finishes_what_is_in_flight_and_admits_nothing(engine, service):
-    answer = started(engine, service)
+    answer = started(engine, lambda: service.submit(PROMPTS, SAMPLING))
     service.pause("keep")
+    engine.may()
     service.pause("wait")  # kept ones, too
     assert [each.finish_reason for each in answer.result(0)] == ["length"] * 3
     later = service.submit(PROMPTS, SAMPLING)
@@ -94,31 +102,10 @@ def test_waiting_finishes_what_is_in_flight_and_admits_nothing(engine, service):
     assert len(later.result(60)) == 3
 
 
-class Slow:
-    """An engine whose steps leave time to ask for something."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str):
-        return getattr(self._engine, name)
-
-    def step(self) -> list[tuple[int, Completion]]:
-        time.sleep(0.02)
-        return self._engine.step()
-
-
-@pytest.fixture
-def slow(engine) -> Iterator[EngineService]:
-    service = EngineService(Slow(engine))
-    yield service
-    service.close()
-
-
-def test_over_http(engine, slow):
+def test_over_http(engine, service):
     token = "a token of some length"
     expected = bits(engine.generate(PROMPTS, SAMPLING))
-    engine_server = EngineServer(slow, name="one")
+    engine_server = EngineServer(service, name="one")
     server = BackgroundServer(engine_server.app, Listen(token=token))
     headers = {"Authorization": f"Bearer {token}"}
     with (
@@ -128,11 +115,7 @@ def test_over_http(engine, slow):
     ):
 
         def begun() -> Future[list[Completion]]:
-            before = engine.stats().made_tokens
-            answer = pool.submit(remote.generate, PROMPTS, SAMPLING)
-            while engine.stats().made_tokens < before + 9:  # the shortest is finished
-                time.sleep(0.001)
-            return answer
+            return started(engine, lambda: pool.submit(remote.generate, PROMPTS, SAMPLING))
 
         def post(path: str) -> tuple[int, dict]:
             reply = client.post(path)
@@ -140,20 +123,23 @@ def test_over_http(engine, slow):
 
         kept = begun()
         assert post("/rlloop/pause?mode=keep") == (200, {"paused": True, "load": 3})
+        engine.may()
         assert is_still(engine)
+        engine.may(0)
         assert client.get("/health").json()["paused"]
         assert "rlloop_paused 1.0" in client.get("/metrics").text
         waiting = pool.submit(post, "/rlloop/pause")  # the default: until what is in flight is finished
-        while not engine_server._pausing:
-            time.sleep(0.001)
+        until(lambda: engine_server._pausing)
         status, refused = post("/rlloop/pause?mode=abort")
         assert (status, refused["error"]["code"]) == (409, "pausing")
         assert post("/rlloop/resume")[0] == 409
+        engine.may()
         assert waiting.result(60) == (200, {"paused": True, "load": 0})
         assert bits(kept.result(60)) == expected
         assert post("/rlloop/resume") == (200, {"paused": False, "load": 0})
         ended = begun()
         assert post("/rlloop/pause?mode=abort") == (200, {"paused": True, "load": 0})
+        engine.may()
         assert [each.finish_reason for each in ended.result(60)] == ["abort", "length", "abort"]
         assert post("/rlloop/resume")[0] == 200
         assert bits(remote.generate(PROMPTS, SAMPLING)) == expected
@@ -175,7 +161,7 @@ def test_an_aborted_request_without_a_token_crosses_the_wire(engine):
 class Broken:
     """An engine that cannot end what it began, or begin what it does not know."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Stepper) -> None:
         self.engine = engine
 
     def __getattr__(self, name):
@@ -191,11 +177,11 @@ class Broken:
 
 
 def test_an_engine_that_breaks_tells_everybody_who_waits(caplog):
-    engine = Engine(tiny_qwen3(64))
+    engine = Stepper(Engine(tiny_qwen3(64)))
     service = EngineService(Broken(engine))
     with pytest.raises(TypeError, match="odd"):  # one caller's alone
         service.submit([[1]], SAMPLING[:1]).result(20)
-    answer = started(engine, service)
+    answer = started(engine, lambda: service.submit(PROMPTS, SAMPLING))
     with pytest.raises(Busy, match="RuntimeError its core is gone"):
         service.pause("abort")
     with pytest.raises(Busy, match="its core is gone"):

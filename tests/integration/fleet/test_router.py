@@ -23,8 +23,9 @@ from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Guard, Listen
-from tests.support.router_fleet import CANARY, FAST, Events, OneEngine, check, fleet, until
+from tests.support.router_fleet import CANARY, FAST, Events, OneEngine, check, fleet
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
 from tests.support.weight_history import KEY, first_weights
 
 PROMPTS = [[3 + place % 5, 7, 9, place] for place in range(40)]
@@ -68,7 +69,7 @@ def test_what_a_dead_engine_leaves_behind_is_made_again_bit_for_bit(expected):
     engines = OneEngine(), OneEngine()
     with fleet(*engines) as (router, events):
         router.serve_version(0, CANARY)
-        engines[0].engine.go.clear()  # it takes its share, and hangs
+        engines[0].engine.may(0)  # it takes its share, and hangs
 
         def die():
             until(lambda: engines[0].service.load > 0)
@@ -89,10 +90,10 @@ def test_an_engine_that_hangs_is_hedged(expected):
     engines = OneEngine(), OneEngine()
     with fleet(*engines, settings=dataclasses.replace(FAST, hedge=0.2)) as (router, events):
         router.serve_version(0, None)
-        engines[0].engine.go.clear()
+        engines[0].engine.may(0)
         check(router.generate(PROMPTS, SAMPLING, 0), expected)
         assert events.of("hedged")
-        engines[0].engine.go.set()
+        engines[0].engine.may()
         until(lambda: engines[0].service.load == 0)  # what nobody waits for any more was cancelled there
 
 
@@ -141,7 +142,7 @@ def test_engines_join_and_leave_in_the_middle(expected):
     first, second = OneEngine(), OneEngine()
     with fleet(first, settings=dataclasses.replace(FAST, chunk=4, calls=1, together=1)) as (router, events):
         router.serve_version(0, CANARY)
-        first.engine.go.clear()
+        first.engine.may(0)
         results = []
         work = threading.Thread(target=lambda: results.append(router.generate(PROMPTS, SAMPLING, 0)))
         work.start()
@@ -177,7 +178,7 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
         for version in (-1, 7):
             with pytest.raises(VersionUnavailable, match=f"has version 0 of the weights; asked for is {version}"):
                 router.generate(PROMPTS, SAMPLING, version)
-        engine.engine.go.clear()
+        engine.engine.may(0)
         waiting = router.begin(PROMPTS, SAMPLING, 0)
         until(lambda: engine.service.load > 0)
         changed = threading.Thread(
@@ -188,7 +189,7 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
         published = threading.Thread(target=router.serve_version, args=(1, None))
         published.start()
         until(lambda: router.version == 1)
-        engine.engine.go.set()
+        engine.engine.may()
         with pytest.raises(VersionUnavailable, match="has version 1 of the weights; asked for is 0"):
             waiting.result(20)
         published.join()
@@ -202,13 +203,13 @@ def test_a_router_that_is_closed_in_the_middle_tells_its_engines(caplog):
     router = http_pool(FAST, events.append)
     router.join(engine.url, "r0")
     router.serve_version(0, None)
-    engine.engine.go.clear()
+    engine.engine.may(0)
     waiting = router.begin(PROMPTS, SAMPLING, 0)
     until(lambda: engine.service.load == len(PROMPTS))
     router.close()
     assert waiting.cancelled()
     assert events.of("reissued") == []
-    engine.engine.go.set()
+    engine.engine.may()
     until(lambda: engine.service.load == 0)
     assert engine.service.stats().made_tokens < 12 * len(PROMPTS)
     gc.collect()
@@ -267,12 +268,12 @@ def test_many_who_sample_through_the_trainer_leave_room_for_those_who_fetch(tmp_
         ):
             reply = ask(**versions)
             assert (reply.status_code, reply.json()["error"]["code"]) == (409, code)
-        engine.engine.go.clear()
+        engine.engine.may(0)
         with ThreadPoolExecutor(50) as pool:
             asked = [pool.submit(ask, lowest=0, highest=5) for _ in range(50)]
             until(lambda: len(router._batches) == 50)
             assert httpx.get(f"{server.url}/latest", trust_env=False).content == store.latest()
-            engine.engine.go.set()
+            engine.engine.may()
             assert {each.result(60).status_code for each in asked} == {200}
         server.close()
 

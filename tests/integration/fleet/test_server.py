@@ -22,12 +22,13 @@ from rlloop.rollout.engine.service import Busy, EngineService, VersionUnavailabl
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.client import EngineLost, RemoteEngine
 from rlloop.rollout.fleet.engine_server import WAITING, EngineServer
-from rlloop.types import SamplingParams
 from rlloop.web.clients import bearer
 from rlloop.web.server import BackgroundServer, Listen, read_token
 from tests.support.certificates import certificate
 from tests.support.latent_model import PROMPTS, longest, same
+from tests.support.stepper import Stepper
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
 
 VOCABULARY = 64
 TOKEN = "a token of some length"
@@ -442,34 +443,18 @@ def test_a_token_that_fits_in_no_header_is_refused_and_not_repeated(tmp_path, mo
         read_token(tmp_path / "token")
 
 
-class Gate:
-    """An engine whose steps wait."""
-
-    def __init__(self) -> None:
-        self.inner = Engine(tiny_qwen3(VOCABULARY))
-        self.open = threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def step(self):
-        self.open.wait()
-        return self.inner.step()
-
-
 def test_weights_change_with_nothing_in_flight_and_what_came_meanwhile_has_the_new_version():
-    engine = Gate()
+    engine = Stepper(Engine(tiny_qwen3(VOCABULARY)))
+    engine.may(0)
     service = EngineService(engine)
     early = service.submit([[5]], [longest()])
-    while not engine.has_work:
-        pass
+    until(lambda: engine.has_work)
     changed = threading.Thread(target=service.change_weights, args=(lambda: engine.set_version(1),))
     changed.start()
-    while service._pause is None:
-        pass
+    until(lambda: service._pause)
     late = service.submit([[5]], [longest()])
     strict = service.submit([[5]], [longest()], highest=0)
-    engine.open.set()
+    engine.may()
     changed.join()
     assert [early.result()[0].policy_version, late.result()[0].policy_version] == [0, 1]
     with pytest.raises(VersionUnavailable):
@@ -496,16 +481,15 @@ def test_after_a_change_of_weights_that_failed_nothing_is_served_until_one_succe
 
 
 def test_what_waits_when_a_service_is_closed_hears_of_it():
-    engine = Engine(tiny_qwen3(VOCABULARY))
+    engine = Stepper(Engine(tiny_qwen3(VOCABULARY)))
+    engine.may(0)
     service = EngineService(engine)
     kept = service.submit([[5]], [longest()])
-    while not engine.has_work:
-        pass
+    until(lambda: engine.has_work)
     service.pause("keep")
     with ThreadPoolExecutor(1) as pool:
         changing = pool.submit(service.change_weights, lambda: engine.set_version(1))
-        while service._pause is None:
-            pass
+        until(lambda: service._pause)
         service.close()
         with pytest.raises(Busy, match="shut down"):
             changing.result(20)
@@ -521,13 +505,14 @@ def test_what_waits_when_a_service_is_closed_hears_of_it():
 
 
 def test_cancelled_and_excess_requests_leave_nothing_behind():
-    engine = Gate()
+    engine = Stepper(Engine(tiny_qwen3(VOCABULARY)))
+    engine.may(0)
     service = EngineService(engine, max_waiting=3)
     futures = [service.submit([[5]], [longest()]) for _ in range(3)]
     with pytest.raises(Busy, match="at most 3"):
         service.submit([[5]], [longest()])
     service.cancel(futures[1])
-    engine.open.set()
+    engine.may()
     with pytest.raises(Busy, match="cancelled"):
         futures[1].result()
     assert len(futures[0].result()) == len(futures[2].result()) == 1
@@ -535,7 +520,6 @@ def test_cancelled_and_excess_requests_leave_nothing_behind():
         service.submit([[5], []], [longest()] * 2).result()
     assert service.load == 0
     assert not engine.has_work
-    assert SamplingParams(max_tokens=1)
     service.close()
 
 

@@ -18,6 +18,7 @@ from rlloop.sync.replica import Replica
 from rlloop.sync.store import FolderStore, HttpStore, Missing, StoreError, fetch
 from rlloop.sync.target import MemoryTarget
 from rlloop.web.server import BackgroundServer, Listen
+from tests.support.waiting import until
 from tests.support.weight_history import KEY, PUBLIC, history, same
 
 TOKEN = "a token of some length"
@@ -74,8 +75,7 @@ def test_many_who_ask_at_once_cost_one_fetch(origin, relay):
     origin.gate.clear()
     with ThreadPoolExecutor(8) as pool:
         asking = [pool.submit(whole, relay, digest) for _ in range(8)]
-        while not origin.asked:
-            pass
+        until(lambda: origin.asked)
         origin.gate.set()
         assert {hash_of(each.result()) for each in asking} == {digest}
     assert origin.asked == [(digest, 0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import httpx
@@ -84,7 +85,12 @@ def test_every_turn_is_the_engines_and_is_kept_by_its_session(server, engine, pi
 
 def test_episodes_go_on_with_other_weights_from_where_they_were_cut(server):
     """The first episode ends before its turn is whole: the second one's is cut, and goes on with the next version."""
-    engine, episodes = Engine(tiny_qwen3(64)), server.episodes(1)
+    episodes, over = server.episodes(1), threading.Event()
+
+    class Waiting(Engine):
+        def step(self):
+            assert not episodes.versions("long") or over.wait(60)  # for the first episode to see the second one's token
+            return super().step()
 
     async def short() -> None:
         while not episodes.versions("long"):
@@ -94,7 +100,8 @@ def test_episodes_go_on_with_other_weights_from_where_they_were_cut(server):
         async with episodes.limit(30.0):
             return await talk(episodes, server, "long", 3, 2)
 
-    ended, going = episodes.begin(short()), episodes.begin(limited())
+    engine, ended, going = Waiting(tiny_qwen3(64)), episodes.begin(short()), episodes.begin(limited())
+    ended.add_done_callback(lambda _: over.set())  # behind the callback that tells `advance`
     episodes.advance(engine, ended.done)
     assert not going.done()
     cut = len(episodes.versions("long"))

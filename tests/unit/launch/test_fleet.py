@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from rlloop.errors import SyncError
 from rlloop.launch.admission import numerics_objection
 from rlloop.launch.ray_pool import ActorPool, EngineDied, pool_settings
 from rlloop.types import Completion, SamplingParams
+from tests.support.waiting import until
 
 PROMPTS = [[index] for index in range(6)]
 SAMPLING = SamplingParams(max_tokens=1, seed=0)
@@ -70,13 +70,6 @@ def pool_of(*replicas: Worker, mode: ParityMode = ParityMode.require) -> Iterato
 
 def statuses(actors: ActorPool) -> dict[str, str]:
     return {member["url"]: member["status"] for member in actors.engine.pool.members()}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_work_is_shared_evenly_and_the_trainer_makes_its_part():

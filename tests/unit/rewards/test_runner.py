@@ -21,6 +21,7 @@ from rlloop.rewards.event_loop import POLL, EventLoop, OnThisLoop
 from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
 from rlloop.types import Example, RewardResult
 from tests.support.rewards_gone_wild import RAISED, released, requests, wild
+from tests.support.waiting import until
 
 
 def moody(prompt, completion, example):
@@ -311,8 +312,7 @@ def test_a_math_worker_that_dies_or_is_given_up_is_replaced_and_one_that_is_sign
     assert worker() is first
     first.kill()
     first.join()
-    while not reward._pool._broken:
-        time.sleep(0.01)
+    until(lambda: reward._pool._broken)
     assert [outcome.reward for outcome in runner.score(requests("$0.5$", "$1$"))] == [1.0, 0.0]
     hasty = RewardRunner(reward, timeout=0.05)
     second = worker()

@@ -13,6 +13,7 @@ from rlloop.errors import ConfigError
 from rlloop.runs.alerts import Alarm, Condition
 from rlloop.runs.sinks import check_sinks, make_sinks
 from tests.support.dashboard_runs import Writer
+from tests.support.waiting import until
 
 
 def alarm(*texts: str) -> Alarm:
@@ -105,9 +106,7 @@ def test_a_runs_own_alerts(webhook, tmp_path):
 def test_a_silent_run_is_told_from_a_thread(webhook, tmp_path):
     address, posted = webhook
     [sink] = make_sinks({"alerts": {"webhook": f"{address}/good", "when": ["silent 0.001"]}}, tmp_path, {})
-    until = time.monotonic() + 20
-    while not posted and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: posted)
     sink.close()
     assert len(posted) == 1
 

@@ -17,7 +17,7 @@ from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.shared_prompts import Pieces, shared_tokens
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.trainer.batching import make_step_batch
-from rlloop.trainer.trainer import UpdateResult
+from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ModelInput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.train_sequences import VOCAB, gradients, make_groups

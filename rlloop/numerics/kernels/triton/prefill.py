@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,15 +26,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.decode import divided
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT
+from rlloop.numerics.kernels.triton.prefill_loads import (
+    FIELDS,
+    LOADERS,
+    QUEUE,
+    ROWS,
+    STAGES,
+    TILE,
+    WORKERS,
+    bring,
+    ordered,
+)
 
-TILE = gl.constexpr(segments.TILE)
 SEGMENT = gl.constexpr(segments.SEGMENT)
-ROWS = gl.constexpr(64)  # queries of a warpgroup
-WORKERS = gl.constexpr(2)  # warpgroups that multiply
-STAGES = gl.constexpr(4)  # tiles of keys and values on their way
-QUEUE = gl.constexpr(2)  # blocks of queries on their way
-LOADERS = gl.constexpr(128)  # threads that bring them
-FIELDS = gl.constexpr(5)  # of what is said of a block
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # how tiles lie
 WIDTHS = (64, 128)
 LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
@@ -49,128 +51,6 @@ def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size:
     pages = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0)
     widths = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] in WIDTHS
     return q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
-
-
-@gluon.jit
-def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, GROUPS: gl.constexpr):
-    """(sequence, group, first row, rows of the sequence, its first token, its context); a sequence's end comes first.
-
-    Sequence s has the blocks from query_start[s] * SHARE // BLOCK + s on.
-    """
-    BLOCK: gl.constexpr = WORKERS * ROWS
-    block = tokens * SHARE // BLOCK + sequences - 1 - task // GROUPS
-    low = 0
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        if gl.load(query_start + middle).to(gl.int32) * SHARE // BLOCK + middle <= block:
-            low = middle
-        else:
-            high = middle
-    token = gl.load(query_start + low).to(gl.int32)
-    rows = (gl.load(query_start + low + 1).to(gl.int32) - token) * SHARE
-    begin = (block - token * SHARE // BLOCK - low) * BLOCK
-    return low, task % GROUPS, begin, rows, token, gl.load(context + low).to(gl.int32)
-
-
-@gluon.jit
-def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows at base + offset to a tile; zeros where not inside."""
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    at = base + offset[:, None] + d[None, :]
-    async_copy.async_copy_global_to_shared(tile, at, inside[:, None] & (d < WIDTH)[None, :])
-
-
-@gluon.jit
-def _fetch(
-    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, BOX: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read."""
-    if tile + TILE <= end:
-        mbarrier.expect(full, TILE * WIDTH * 2)
-        mbarrier.arrive(full, count=LOADERS - 1)
-        for box in gl.static_range(TILE // BOX):
-            key = tile + box * BOX
-            slot = gl.load(pages + key // block_size).to(gl.int32) + key % block_size
-            tma.async_copy_global_to_shared(described, [slot, column], full, into.slice(box * BOX, BOX, dim=0))
-    else:
-        keys = tile + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-        slots = gl.load(pages + keys // block_size, keys < end, 0) + keys % block_size
-        _copy(store + column, slots * step, keys < end, into, WIDTH, LAYOUT)
-        async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def _order(orders, queue_slot, rows, begin, token, offset, group):
-    """Says what the block at `queue_slot` is; no rows: that there are no more."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    zero = gl.full((1,), 0, gl.int32, one)
-    orders.index(queue_slot * FIELDS).store(zero + rows)
-    orders.index(queue_slot * FIELDS + 1).store(zero + begin)
-    orders.index(queue_slot * FIELDS + 2).store(zero + token)
-    orders.index(queue_slot * FIELDS + 3).store(zero + offset)
-    orders.index(queue_slot * FIELDS + 4).store(zero + group)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _ordered(orders, queue_slot, field: gl.constexpr):
-    return gl.max(orders.index(queue_slot * FIELDS + field).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def _bring(
-    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
-    block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
-    BOX: gl.constexpr,
-):  # fmt: skip
-    """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, v_full, empty = bars
-    SHARE: gl.constexpr = HEADS // GROUPS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    done = 0
-    count = 0
-    task = gl.program_id(0)
-    while task < tasks:
-        sequence, group, begin, rows, token, offset = _block(
-            task, query_start, context, sequences, tokens, SHARE, GROUPS
-        )
-        if begin < rows:
-            queue_slot = done % QUEUE
-            mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
-            _order(orders, queue_slot, rows, begin, token, offset, group)
-            mbarrier.arrive(q_full.index(queue_slot), count=1)
-            for worker in gl.static_range(WORKERS):
-                row = begin + worker * ROWS + rows_here
-                at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
-                _copy(q, at, row < rows, q_tiles.index(queue_slot * WORKERS + worker), WIDTH, LAYOUT)
-            async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
-            done += 1
-            end = offset + rows // SHARE
-            last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
-            pages = block_start + sequence.to(gl.int64) * blocks
-            for tile in range(0, last + 1, TILE):
-                stage = count % STAGES
-                phase = (count // STAGES & 1) ^ 1
-                mbarrier.wait(empty.index(stage), phase)
-                _fetch(
-                    k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
-                    k_tiles.index(stage), WIDTH, BOX, LAYOUT,
-                )  # fmt: skip
-                _fetch(
-                    v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
-                    v_tiles.index(stage), WIDTH, BOX, LAYOUT,
-                )  # fmt: skip
-                count += 1
-        task = gl.num_programs(0) + gl.atomic_add(counter, 1)
-    queue_slot = done % QUEUE
-    mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
-    _order(orders, queue_slot, 0, 0, 0, 0, 0)
-    mbarrier.arrive(q_full.index(queue_slot), count=1)
-    async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
 
 
 @gluon.jit
@@ -258,12 +138,12 @@ def _multiply(
     count = 0
     queue_slot = 0
     mbarrier.wait(q_full.index(queue_slot), 0)
-    rows = _ordered(orders, queue_slot, 0)
+    rows = ordered(orders, queue_slot, 0)
     while rows > 0:
-        begin = _ordered(orders, queue_slot, 1)
-        token = _ordered(orders, queue_slot, 2)
-        offset = _ordered(orders, queue_slot, 3)
-        group = _ordered(orders, queue_slot, 4)
+        begin = ordered(orders, queue_slot, 1)
+        token = ordered(orders, queue_slot, 2)
+        offset = ordered(orders, queue_slot, 3)
+        group = ordered(orders, queue_slot, 4)
         last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
         begin += WORKER * ROWS
         if begin < rows:
@@ -340,7 +220,7 @@ def _multiply(
         done += 1
         queue_slot = done % QUEUE
         mbarrier.wait(q_full.index(queue_slot), done // QUEUE & 1)
-        rows = _ordered(orders, queue_slot, 0)
+        rows = ordered(orders, queue_slot, 0)
 
 
 @gluon.jit
@@ -372,7 +252,7 @@ def _prefill(
     gl.warp_specialize(
         [
             (
-                _bring,
+                bring,
                 (
                     q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences,
                     tokens, blocks, block_size, tasks, tiles, orders, bars, HEADS, GROUPS, WIDTH, BOX,

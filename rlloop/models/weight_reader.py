@@ -1,0 +1,151 @@
+"""Reads the weights that a rank holds from a Hugging Face folder; every stored tensor is accounted for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlloop.errors import ModelError
+from rlloop.models.adapter_weights import some
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.checkpoint_names import (
+    EMBEDDING,
+    HEAD,
+    StoredSlice,
+    form_of,
+    stored_name,
+    stored_shapes,
+    stored_slices,
+)
+from rlloop.models.experts import BIAS
+from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme
+from rlloop.models.parameters import ParameterStore
+from rlloop.models.safetensors_io import StoredWeights
+from rlloop.models.stored_parameter import StoredParameter
+from rlloop.models.transformer import Model
+from rlloop.numerics.packed import PackedWeight
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.progress import tick
+
+log = logging.getLogger(__name__)
+
+
+def read_weights(
+    config: ModelConfig, folder: Path, dtype: torch.dtype | None, context: ParallelContext,
+    exact: Collection[str] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """The rank's weights by parameter name, those of `exact` in their stored types; names and shapes are checked before
+    any tensor is read."""
+    with torch.device("meta"):
+        entries = ParameterStore(Model(config, None, context)).entries
+    stored, shapes = StoredWeights.open(folder), shapes_of(config)
+    left_out = tensors_left_out(config, stored)
+    checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
+    form = form_of(checkpoint_shapes, shapes, config.architecture)
+    expected = stored_shapes(shapes, config.architecture, form)
+    scheme = config.raw.get("quantization_config")
+    packed = None if scheme is None else PackedReader(read_scheme(scheme), stored, expected)
+    if packed is not None:
+        checkpoint_shapes = packed.found(checkpoint_shapes)
+    if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
+        log.warning("%s: multi-token-prediction heads are left out: %s", folder, some(sorted(heads)))
+    check_shapes(config, checkpoint_shapes, expected, str(folder))
+    plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
+    for name in plain:
+        check_plain(str(folder), name, stored.tensors[name])
+    slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture, form)}
+    tied = StoredSlice(EMBEDDING)  # it may be stored under its other name as well
+    held = {name for name in checkpoint_shapes if _holds(entries, slices.get(name, tied))}
+    cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
+    state: dict[str, Tensor] = {}
+    for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
+        tick()
+        rows = slices.get(name)
+        tensor = tensor.mT.contiguous() if rows is not None and rows.transposed else tensor
+        as_it_is = rows is not None and rows.parameter in exact
+        kind = tensor.dtype if as_it_is else type_in_memory(name, dtype) or tensor.dtype
+        if rows is None or rows.expert is None:
+            kept = state[name if rows is None else rows.parameter] = tensor.to(context.device, kind, copy=True)
+        else:
+            entry = entries[rows.parameter]
+            if rows.parameter not in state:
+                state[rows.parameter] = torch.empty(entry.live.shape, dtype=kind, device=context.device)
+            first = 0 if entry.cut is None else entry.cut.ranges[0][0]
+            kept = replace(rows, expert=rows.expert - first).of(state[rows.parameter]).copy_(tensor)
+        if not _finite(kept):
+            raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
+    if packed is not None:
+        aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
+        for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device, held):
+            tick()
+            if not weight.is_finite():
+                raise ModelError(f"{folder}: {name} holds NaN or infinity; such a model scores NaN")
+            rows = slices.get(name)
+            if rows is not None and rows.expert is None and entries[rows.parameter].division is not None:
+                shard = entries[rows.parameter].part(weight)
+                assert isinstance(shard, PackedWeight)
+                weight = shard.like(torch.clone)  # a view would keep the whole
+            place(state, aside, rows, name, weight)
+        state.update(finished(aside, state, str(folder)))
+    if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
+        raise ModelError(
+            f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
+            "set tie_word_embeddings to false, or store one"
+        )
+    return state
+
+
+def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
+    """True if a rank with the parameters `entries` holds a stored tensor or a part of it."""
+    entry = entries.get(rows.parameter)
+    if entry is None or entry.cut is None or rows.expert is None:
+        return entry is not None
+    return any(begin <= rows.expert < end for begin, end in entry.cut.ranges)
+
+
+def tensors_left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:
+    """Stored tensors that are not the model's: multi-token-prediction layers, and empty tensors."""
+    further = range(config.num_layers, config.num_layers + config.further_layers)
+
+    def is_further(name: str) -> bool:
+        layer = name.removeprefix("model.layers.").split(".")[0]
+        return (bool(further) and name.startswith("mtp.")) or (layer.isdecimal() and int(layer) in further)
+
+    return {name for name, tensor in stored.tensors.items() if 0 in tensor.shape or is_further(name)}
+
+
+def _finite(tensor: Tensor) -> bool:
+    """True if it has neither NaN nor infinity; makes no copy."""
+    least, most = tensor.aminmax()
+    return bool(least.isfinite() & most.isfinite())
+
+
+def type_in_memory(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type of a tensor in memory where the model computes in `dtype`; None: its stored type."""
+    return torch.float32 if dtype is not None and dtype != torch.float64 and name.endswith(BIAS) else dtype
+
+
+def check_shapes(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
+) -> None:
+    """Raises `ModelError` for names and shapes other than `expected`; `where` names them in messages."""
+    embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
+    allowed = {**expected, HEAD: expected[embedding]}  # some checkpoints of tied models store both
+    if unknown := sorted(shapes.keys() - allowed.keys()):
+        raise ModelError(f"{where} has tensors that {config.architecture} does not know: {some(unknown)}")
+    if missing := sorted(expected.keys() - shapes.keys()):
+        raise ModelError(f"{where} lacks tensors that {config.architecture} needs: {some(missing)}")
+    for name, shape in shapes.items():
+        if shape != allowed[name]:
+            raise ModelError(f"{where}: {name} has shape {list(shape)}; config.json says {list(allowed[name])}")
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return ParameterStore(Model(config)).shapes()
