@@ -99,6 +99,8 @@ class Model(nn.Module):
             skeleton = Model(config, profile, self.context)
         self.model, self.lm_head = skeleton.model, skeleton.lm_head
         state, self._copies = shared_parts(entries_of(self), entries_of(weights_of))
+        for name, parameter in self.named_parameters():  # assigned ones take this over: what is frozen stays so
+            parameter.requires_grad_(state[name].requires_grad)
         self.load_state_dict(state, assign=True)
         self.refresh()
         if (theirs := weights_of.adapter) is not None:  # the base is frozen
