@@ -55,8 +55,7 @@ class World:
         if not world.stages_agree:
             raise ConfigError(
                 f"trainer.layout has pp={trainer.pp} and rollout.layout pp={rollout.pp}, and layers are not copied "
-                "from stage to stage: a rank must have the same ones in both. Give rollout.layout the degrees of "
-                "trainer.layout, or trainer.layout pp=1"
+                f"from stage to stage: a rank must have the same ones in both. {_with_same_layers(trainer)}"
             )
         return world
 
@@ -81,6 +80,14 @@ class World:
     @property
     def engines(self) -> int:
         return self.size // self.engine.world_size
+
+
+def _with_same_layers(trainer: Layout) -> str:
+    """What to set where a rank's trainer and engine would have other layers: as many ranks, without a pipeline."""
+    instead = f"Set trainer.layout.pp=1 and trainer.layout.dp_shard={trainer.dp_shard * trainer.pp}"
+    if trainer.dp_replicate == trainer.cp == 1:  # which one engine can have as well
+        return f"{instead}, or give rollout.layout the degrees of trainer.layout"
+    return instead
 
 
 def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout]:

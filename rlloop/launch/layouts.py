@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from rlloop.config.layout import World
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.placement import check_placement
+from rlloop.parallel.layout import Layout
 
 
 def check_launch(config: RunConfig, processes: int) -> None:
@@ -29,9 +33,19 @@ def check_launch(config: RunConfig, processes: int) -> None:
             f"  torchrun --nproc-per-node {size} -m rlloop train ..."
         )
     raise ConfigError(
-        f"{layouts}, and torchrun has started {processes} processes. Start it with --nproc-per-node {size}, or set "
-        f"trainer.layout.dp_shard={processes}"
+        f"{layouts}, and torchrun has started {processes} processes. Start it with --nproc-per-node {size}"
+        f"{_by_dp_shard(*config.layouts, processes)}"
     )
+
+
+def _by_dp_shard(trainer: Layout, rollout: Layout, processes: int) -> str:
+    """The `trainer.layout.dp_shard` that makes a world of so many processes, as a clause; empty if none does."""
+    degree = processes * trainer.dp_shard // trainer.world_size
+    try:
+        world = World.of(replace(trainer, dp_shard=degree), rollout)
+    except ConfigError:
+        return ""
+    return f", or set trainer.layout.dp_shard={degree}" if world.size == processes else ""
 
 
 def _check_gpus(needed: int, what: str) -> None:

@@ -68,7 +68,9 @@ class ParameterStore:
 
     @torch.no_grad()
     def copy_wholes(self, wholes: Iterable[tuple[str, Tensor]]) -> None:
-        """Write this rank's parts of whole parameters into the live ones, in place, as they come."""
+        """Write this rank's parts of whole parameters into the live ones, in place, as they come; other stages' are
+        left out."""
         for name, whole in wholes:
-            entry = self.entries[name]
-            entry.live.copy_(entry.part(whole))
+            if name in self.entries or self._stage.whole:
+                entry = self.entries[name]
+                entry.live.copy_(entry.part(whole))

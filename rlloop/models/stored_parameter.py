@@ -30,6 +30,11 @@ class StoredParameter:
         """This rank's slice of the parameter; None: all of it."""
         return None if self.division is None else self.division.cut(self.dim)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """True if this rank's part is one range of the whole parameter's memory."""
+        return self.division is None or (self.dim == 0 and len(self.division.own) == 1)
+
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter, or of another tensor of its shape; a view if it is one range. Packed
         weights are cut as they are stored."""
@@ -77,34 +82,52 @@ def _entry(live: nn.Parameter, dim: int, division: Division | None) -> StoredPar
 class CopiedPart:
     """A parameter that is a copy of another model's, or of a part of it."""
 
-    live: nn.Parameter
-    entry: StoredParameter
+    live: nn.Parameter | None  # None: another stage of a pipeline has it, and this rank only sends it there
+    entry: StoredParameter | None
     source: StoredParameter
 
     def refresh(self) -> None:
         """Bring the copy up to date, in place. Collective if the source is cut."""
-        self.live.copy_(self.entry.part(self.source.whole()))
+        whole = self.source.whole()
+        if self.live is not None and self.entry is not None:
+            self.live.copy_(self.entry.part(whole))
+
+
+def copies_of(own: Mapping[str, StoredParameter], source: Mapping[str, StoredParameter]) -> list[CopiedPart]:
+    """Copies of the source's parameters in those of the same names in `own`.
+
+    Ranks that share a cut source may be in different stages of a pipeline, so all of them gather all of it.
+    """
+    pairs = [(own.get(name), theirs) for name, theirs in source.items()]
+    return [
+        CopiedPart(None if mine is None else mine.live, mine, theirs)
+        for mine, theirs in pairs
+        if mine is not None or theirs.division is not None
+    ]
 
 
 def shared_parts(
     own: Mapping[str, StoredParameter], source: Mapping[str, StoredParameter]
 ) -> tuple[dict[str, nn.Parameter], list[CopiedPart]]:
     """Parameters of the shapes of `own`, by name: shared with the source's where a part is contiguous in a whole
-    parameter; the others are allocated, and listed, since they are to be copied."""
+    parameter; the others are allocated, and listed, since they are to be copied. Collective, as `copies_of` says."""
     state: dict[str, nn.Parameter] = {}
     copies: list[CopiedPart] = []
-    for name, entry in own.items():
-        live, is_whole = source[name].live, source[name].division is None
-        if is_whole and entry.division is None:
-            state[name] = live
-        elif is_whole and entry.division is not None and entry.dim == 0 and len(entry.division.own) == 1:
-            state[name] = nn.Parameter(entry.part(live.detach()), requires_grad=False)
-        elif is_packed(live):  # frozen
-            state[name] = nn.Parameter(entry.part(source[name].whole()), requires_grad=False)
+    for name, theirs in source.items():
+        entry, live = own.get(name), theirs.live
+        if entry is not None and theirs.division is None and entry.is_contiguous:
+            part = None if entry.division is None else entry.part(live.detach())
+            state[name] = live if part is None else nn.Parameter(part, requires_grad=False)
+        elif is_packed(live):  # frozen, so it is copied once
+            whole = theirs.whole()
+            if entry is not None:
+                state[name] = nn.Parameter(entry.part(whole), requires_grad=False)
+        elif entry is None:
+            copies += copies_of({}, {name: theirs})
         else:
             shape = list(entry.shape)
             if entry.division is not None:
                 shape[entry.dim] = entry.division.size
             state[name] = nn.Parameter(live.new_empty(shape), requires_grad=False)
-            copies.append(CopiedPart(state[name], entry, source[name]))
+            copies.append(CopiedPart(state[name], entry, theirs))
     return state, copies

@@ -33,7 +33,7 @@ from rlloop.models.recurrent import delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, turned_by_axis
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
-from rlloop.models.stored_parameter import CopiedPart, entries_of, shared_parts
+from rlloop.models.stored_parameter import CopiedPart, copies_of, entries_of, shared_parts
 from rlloop.models.vision import PlacedFeatures, Tower
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
@@ -99,12 +99,13 @@ class Model(nn.Module):
             skeleton = Model(config, profile, self.context)
         self.model, self.lm_head = skeleton.model, skeleton.lm_head
         state, self._copies = shared_parts(entries_of(self), entries_of(weights_of))
+        for name, parameter in self.named_parameters():  # assigned ones take this over: what is frozen stays so
+            parameter.requires_grad_(state[name].requires_grad)
         self.load_state_dict(state, assign=True)
         self.refresh()
         if (theirs := weights_of.adapter) is not None:  # the base is frozen
             self.adapter = Adapter(theirs.exact, self.adapter_targets(), theirs.name)
-            source, own = theirs.entries(), self.adapter.entries()
-            self._copies = [CopiedPart(entry.live, entry, source[name]) for name, entry in own.items()]
+            self._copies = copies_of(self.adapter.entries(), theirs.entries())
             self.ops = self._with_own_adapter(self.ops)
             self.refresh()
 

@@ -82,12 +82,15 @@ def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True,
 ) -> Memory:  # fmt: skip
-    """Memory of the first rank or, in a pipeline, of the last one if it needs more; the others need no more than that.
+    """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
     """
-    ranks = {0, layout.world_size - 1} if layout.pp > 1 else {0}  # the first has most of what does not divide
+    # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
+    mixed = config.blocks is not None or config.delta is not None
+    stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
+    ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
     sizes = max(
         (_parts(config, layout, rank, dtype, tokens, lora, trains) for rank in ranks), key=lambda x: sum(x.values())
     )
@@ -113,16 +116,16 @@ def _parts(
         module = model.get_submodule(name.rpartition(".")[0])
         owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
         held += entry.live.numel()
-        owned += -(-entry.live.numel() // owners)
+        owned += _most(entry.live.shape, owners)
     frozen = {"compute copy": held * dtype.itemsize}
     if lora:
         adapted = owned = 0
         for target in choose_targets(model.adapter_targets(), [ALL]).values():
             factors = zip(target.shapes(lora), target.divisions, strict=True) if target.weight is not None else ()
             for (first, *others), division in factors:
-                numbers = (first if division is None else division.size) * math.prod(others)
-                adapted += numbers
-                owned += -(-numbers // (layout.dp_shard // (1 if target.experts is None else layout.expert_leaves)))
+                shape = (first if division is None else division.size, *others)
+                adapted += math.prod(shape)
+                owned += _most(shape, layout.dp_shard // (1 if target.experts is None else layout.expert_leaves))
         frozen["adapter"] = adapted * dtype.itemsize
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
     cached = max(1, bytes_per_token(model.cache_spec(), dtype))
@@ -140,6 +143,11 @@ def _parts(
         "logits": LOGITS_AT_ONCE["cuda"] * wide // layout.tp,
         "reserved": RESERVED,
     }
+
+
+def _most(shape: tuple[int, ...], owners: int) -> int:
+    """Numbers of the rank with most rows (of dimension 0, which is never divided within a row)."""
+    return -(-shape[0] // owners) * math.prod(shape[1:])
 
 
 def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from rlloop import Engine, SamplingParams
 from rlloop.models import Model, new_model, save_model
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
@@ -31,8 +32,8 @@ SAMPLING = [
 ]
 
 
-def model(context: ParallelContext | None = None) -> Model:
-    return new_model(CONFIG, seed=0, context=context)
+def model(context: ParallelContext | None = None, config: dict[str, Any] = CONFIG) -> Model:
+    return new_model(config, seed=0, context=context)
 
 
 MIXTURE = {
@@ -91,8 +92,8 @@ def move(weights: Model) -> None:
             parameter.mul_(1.25)
 
 
-def one_rank() -> list[Any]:
-    whole = model()
+def one_rank(config: dict[str, Any] = CONFIG) -> list[Any]:
+    whole = model(config=config)
     engine = Engine(whole, page_size=8, max_batch_tokens=16)
     before = engine.generate(PROMPTS, SAMPLING)
     move(whole)
@@ -129,3 +130,30 @@ def test_any_engine_samples_one_ranks_tokens_beside_any_trainer(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved-0", "whole"], "the first rank writes"
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "saved-0" / path.name).read_bytes()
+
+
+def stages() -> list[list[Any]]:
+    """`one_rank`'s samples of a pipeline's engine, whose stages read weights that ranks of the trainer divide."""
+    results: list[list[Any]] = []
+    context = join(CPU, Layout(pp=2))
+    for config, degrees in ((CONFIG, {"tp": 2}), (MIXTURE, {"dp_shard": 2, "ep": 2})):
+        trained = model(join(CPU, Layout(**degrees)), config)
+        apart = new_model(config, seed=1, context=context)  # as with trainer.shard=parameters
+        sampled = Model(trained.config, None, context, weights_of=trained)
+        engines = [Engine(each, page_size=8, max_batch_tokens=16) for each in (sampled, apart)]
+        found: list[list[Any]] = [[], []]
+        for version in range(2):
+            if version:
+                move(trained)
+            ParameterStore(apart).copy_wholes(ParameterStore(trained).wholes())
+            for engine, made in zip(engines, found, strict=True):
+                engine.set_version(version)
+                made.append(seen(engine.generate(PROMPTS, SAMPLING)))
+        results += found
+    return results
+
+
+def test_stages_of_an_engine_read_weights_that_a_trainers_ranks_divide() -> None:
+    alone = [one_rank(config) for config in (CONFIG, MIXTURE) for _ in range(2)]
+    for found in run_ranks(2, stages):
+        assert found == alone

@@ -31,6 +31,7 @@ TRAINED = [
     ("unembedding", {"pp": 2}), ("unembedding", {"dp_shard": 2, "ep": 2}),
 ]  # fmt: skip
 LAYOUTS = [{"tp": 2}, {"pp": 2}]
+ELSEWHERE = [({"dp_shard": 2, "ep": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2})]  # layouts of trainer and engine
 PACKED, DTYPE = "int4", "bfloat16"
 
 
@@ -85,10 +86,11 @@ def refused() -> str:
 def everything(folder: Path, folders: dict[tuple[str, str], Path]) -> dict[str, Any]:
     found: dict[str, Any] = {f"{name} {layout}": trained(folder, name, layout) for name, layout in TRAINED}
     found["resumed"] = resumed(folder, "dense", {"tp": 2}, {"pp": 2})
-    found["another layout"] = sampled_elsewhere({"dp_shard": 2, "ep": 2}, {"tp": 2})
+    found["another layout"] = [sampled_elsewhere(*each) for each in ELSEWHERE]
     found["by request"] = over_ranks(folders, *LAYOUTS)
-    whole, cut = {"dp_shard": 2}, {"tp": 2}
-    found["packed"] = [packed_elsewhere(folders[PACKED, DTYPE], *each) for each in ((whole, cut), (cut, whole))]
+    whole, cut, stages = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}
+    pairs = ((whole, cut), (cut, whole), (cut, stages))
+    found["packed"] = [packed_elsewhere(folders[PACKED, DTYPE], *each) for each in pairs]
     return {**found, "refused": refused()}
 
 
@@ -122,7 +124,7 @@ def test_a_run_resumes_on_another_layout(of_ranks, alone) -> None:
 def test_an_engine_of_another_layout_reads_the_trainers_adapter(of_ranks) -> None:
     (wanted,) = run_ranks(1, partial(sampled_elsewhere, {}, {}))
     for found in of_ranks:
-        assert found["another layout"] == wanted
+        assert found["another layout"] == [wanted] * len(ELSEWHERE)
 
 
 def test_requests_with_several_adapters_get_one_ranks_bits(of_ranks, folders) -> None:
@@ -135,7 +137,7 @@ def test_requests_with_several_adapters_get_one_ranks_bits(of_ranks, folders) ->
 def test_packed_weights_are_cut_and_gathered_as_they_are_stored(of_ranks, folders) -> None:
     wanted = packed_elsewhere(folders[PACKED, DTYPE], {}, {})
     for found in of_ranks:
-        assert found["packed"] == [wanted, wanted]
+        assert found["packed"] == [wanted] * 3
 
 
 def test_ranks_with_requests_of_their_own_refuse_adapters_by_request(of_ranks) -> None:

@@ -19,6 +19,7 @@ from tests.support.tiny_run import make_model
 
 CPU = torch.device("cpu")
 LAYOUTS = [Layout(dp_shard=2), Layout(tp=2)]
+UNEVEN = [Layout(dp_shard=3), Layout(dp_shard=3, ep=3), Layout(tp=3)]  # of 5 experts and 5 heads
 ADAPTED = [Layout(dp_shard=2), Layout(tp=2), Layout(dp_shard=2, ep=2)]
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 160, "hidden_size": 32,
@@ -29,10 +30,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def held(folder):
+def held(folder, layouts):
     """Bytes of the compute copy and of the masters, under each layout."""
     found = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         model = load_model(folder, dtype="bfloat16", context=join(CPU, layout))
         masters = Trainer(model, TrainerConfig()).masters.values()
         copy = sum(each.numel() * each.element_size() for each in model.parameters())
@@ -43,13 +44,24 @@ def held(folder):
 def test_predicted_weights_and_masters_are_those_of_ranks(tmp_path):
     make_model(tmp_path)
     config = read_config(tmp_path / "model")
-    ranks = run_ranks(2, held, tmp_path / "model")
+    ranks = run_ranks(2, held, tmp_path / "model", LAYOUTS)
     for index, layout in enumerate(LAYOUTS):
         parts = predict(config, layout, torch.bfloat16, 64).parts
         most = [max(rank[index][part] for rank in ranks) for part in (0, 1)]
         assert parts["compute copy"] == most[0]
         assert most[1] <= parts["masters"] <= 1.05 * most[1]
         assert parts["optimizer"] == 2 * parts["masters"]
+
+
+def test_ranks_with_the_larger_shares_are_predicted(tmp_path):
+    config = {**EXPERTS, "num_experts": 5, "num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 1}
+    save_model(new_model(config, seed=0), tmp_path / "model")
+    ranks = run_ranks(3, held, tmp_path / "model", UNEVEN)
+    for index, layout in enumerate(UNEVEN):
+        parts = predict(read_config(tmp_path / "model"), layout, torch.bfloat16, 64).parts
+        copy, masters = (max(rank[index][part] for rank in ranks) for part in (0, 1))
+        assert parts["compute copy"] == copy, layout
+        assert masters <= parts["masters"] <= 1.05 * masters, layout
 
 
 def held_adapters(folder):

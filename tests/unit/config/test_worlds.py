@@ -44,6 +44,28 @@ def test_a_rank_has_the_same_stage_in_trainer_and_engine():
             World.of(trainer, rollout)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "said"),
+    [
+        ({"pp": 2, "dp_shard": 3}, {}, "Set trainer.layout.pp=1 and trainer.layout.dp_shard=6, or give rollout.layout"),
+        ({"pp": 2, "dp_replicate": 2}, {"pp": 2, "dp_replicate": 2}, "dp_shard=2"),
+        ({"pp": 2, "cp": 2}, {"pp": 4}, "dp_shard=2"),
+        ({"pp": 2}, {"tp": 4}, "dp_shard=2, or give"),
+    ],
+)
+def test_layouts_whose_stages_differ_name_some_that_fit(trainer, rollout, said):
+    with pytest.raises(ConfigError, match="a rank must have the same ones in both") as refused:
+        config(trainer, rollout)
+    text = str(refused.value)
+    assert said in text
+    degree = trainer["pp"] * trainer.get("dp_shard", 1)
+    World.of(Layout(**{**trainer, "pp": 1, "dp_shard": degree}), Layout(**rollout))
+    offered = "degrees of trainer.layout" in text
+    assert offered == (trainer.keys() <= {"pp", "dp_shard"}), "one engine has neither dp_replicate nor cp"
+    if offered:
+        World.of(Layout(**trainer), Layout(**trainer))
+
+
 def test_keys_of_a_layout_are_named_with_their_section():
     with pytest.raises(ConfigError, match=r"trainer.layout.tp is 0; it must be at least 1"):
         config({"tp": 0})
@@ -69,6 +91,9 @@ def test_several_ranks_need_a_launcher_which_is_named():
     check_launch(config({"dp_shard": 2}, launch=Launch.ray), 1)
     with pytest.raises(ConfigError, match=r"torchrun has started 3 processes. Start it with --nproc-per-node 2"):
         check_launch(config({"dp_shard": 2}), 3)
+    for processes, instead in ((4, ", or set trainer.layout.dp_shard=2"), (3, "")):
+        with pytest.raises(ConfigError, match=f"Start it with --nproc-per-node 2{instead}$"):
+            check_launch(config({"tp": 2}), processes)
     with pytest.raises(ConfigError, match="launch=ray starts its own processes, and torchrun has started 2"):
         check_launch(config({"dp_shard": 2}, launch=Launch.ray), 2)
 

@@ -12,6 +12,9 @@ from rlloop.models import Model, load_model, score, token_logprobs
 from rlloop.models.scoring import ScoreRow
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.collectives import Ranks
+from rlloop.parallel.context import ParallelContext
+from rlloop.parallel.layout import Layout
 from rlloop.types import SamplingParams
 from tests.support.checkpoints import FAMILIES, make_checkpoint
 
@@ -164,3 +167,15 @@ def test_the_context_goes_where_the_parameters_go(tmp_path: Path) -> None:
     assert (model.context.device.type, model.context.layout.world_size, model.context.rank) == ("cpu", 1, 0)
     assert model.to("meta").context.device.type == "meta"
     assert model.device.type == model.head.device.type == "meta"
+
+
+def test_parts_of_frozen_weights_leave_them_frozen(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path).requires_grad_(False)
+    model.model.layers["0"].mlp.requires_grad_(True)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    ranks = Ranks(2, 0)
+    context = ParallelContext(torch.device("cpu"), Layout(tp=2), groups={"tp": ranks, "ep": ranks})
+    Model(model.config, None, context, weights_of=model)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert 0 < sum(before.values()) < len(before)
