@@ -1,10 +1,5 @@
 """Adapters as PEFT folders: adapter_config.json beside adapter_model.safetensors, float32, B unscaled.
 
-Three layouts of experts' factors are read: one pair for each expert and projection (`experts.3.up_proj.lora_A`), PEFT's
-`target_parameters` (all experts in one matrix, [E r, K] and [N, r E]; this one is written), and three dimensions
-([E or 1, r, K], as Tinker has them, where 1 is shared by all experts). A gate and an up of different A become one pair
-of twice the rank; zeros in B remove the terms of the other.
-
 Features of a file that rlloop does not compute are refused by name. Folders written by rlloop hold the digest of their
 base's weights, and are refused for another base.
 """
@@ -12,6 +7,7 @@ base's weights, and are refused for another base.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
+from rlloop.models.adapter_layouts import Declared, Pair, read_factors
 from rlloop.models.adapter_weights import Adapter, AdapterWeights, Target, scaled, some
-from rlloop.models.checkpoint_names import stored_name, stored_state
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, module_name, module_names, stored_state
 from rlloop.models.config_reader import read_json
 from rlloop.models.parameters import ParameterStore
-from rlloop.models.safetensors_io import StoredWeights
+from rlloop.models.safetensors_io import FLOATS, StoredWeights
+from rlloop.models.stored_parameter import entries_of
 from rlloop.models.transformer import Model
 from rlloop.models.weights import save_model
 
@@ -37,13 +35,14 @@ PLAIN = {  # key of the configuration -> the values that change nothing
     "bias": ("none", None), "lora_dropout": (0, None), "use_dora": (False, None), "modules_to_save": (None, []),
     "lora_bias": (False, None), "fan_in_fan_out": (False, None), "layer_replication": (None,),
     "trainable_token_indices": (None,), "alora_invocation_tokens": (None,), "use_qalora": (False, None),
-    "use_bdlora": (None, False), "arrow_config": (None,), "kasa_config": (None,),
+    "use_bdlora": (None, False), "arrow_config": (None,), "kasa_config": (None,), "monteclora_config": (None,),
 }  # fmt: skip
 WORDS = {"bias": "trained biases", "lora_dropout": "dropout", "use_dora": "DoRA", "modules_to_save": "modules_to_save"}
 KEY = re.compile(r"(?P<module>.+)\.lora_(?P<letter>[AB])(?:\.default)?(?:\.weight)?")
-EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?:(?P<index>\d+)\.)?(?P<part>[a-z_0-9]+)")
-PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-Pair = tuple[Tensor, Tensor]
+MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights, or their beginnings
+# PEFT takes modules of these names for experts' projections in these models, so plain ones are written as parameters.
+TAKEN = ("gate_proj", "up_proj", "down_proj")
+TAKEN_IN = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 def load_adapter(model: Model, folder: str | Path, name: str) -> int:
@@ -74,10 +73,14 @@ def read_adapter(model: Model, folder: str | Path) -> AdapterWeights:
             f"{folder} is an adapter of another base: it was trained on weights of digest {base[:12]}, and "
             f"this model's have {base_digest(model)[:12]}"
         )
-    names = {stored_name(f"{name}.", model.config.architecture).removesuffix("."): name for name in targets}
-    factors = _factors(_pairs(stored, folder), names, targets, folder)
-    scales = {name: _scale(config, name, pair[0].shape[-2], folder) for name, pair in factors.items()}
-    weights = AdapterWeights(factors, scales, int(config["r"]), float(config["lora_alpha"]))
+    declared = Declared(config["r"], config["lora_alpha"], config)
+    factors = read_factors(_pairs(stored, model, folder), declared, targets, model.config.architecture, folder)
+    weights = AdapterWeights(
+        {name: each.pair for name, each in factors.items()},
+        {name: each.scale for name, each in factors.items()},
+        declared.rank,
+        declared.alpha,
+    )
     weights.check(targets, model.dtype, str(folder))
     return weights
 
@@ -100,135 +103,83 @@ def with_stored_adapter(model: Model, folder: str | Path) -> Model:
 def _config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder} has no {CONFIG}; an adapter is a PEFT folder, {CONFIG} beside {WEIGHTS}")
-    config = dict(read_json(folder / CONFIG))
+    config, where = dict(read_json(folder / CONFIG)), str(folder / CONFIG)
     if config.get("peft_type", "LORA") != "LORA":
-        raise ConfigError(f"{folder / CONFIG}: peft_type is {config['peft_type']!r}; only LORA is computed here")
+        raise ConfigError(f"{where}: peft_type is {config['peft_type']!r}; only LORA is computed here")
     for key, plain in PLAIN.items():
         if key in config and config[key] not in plain:
             raise ConfigError(
-                f"{folder / CONFIG} asks for {WORDS.get(key, key)} ({key}={config[key]!r}), which is not computed "
+                f"{where} asks for {WORDS.get(key, key)} ({key}={config[key]!r}), which is not computed "
                 f"here; train an adapter without it ({key}={json.dumps(plain[0])})"
             )
-    for key in ("r", "lora_alpha"):
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
-            raise ConfigError(f"{folder / CONFIG}: {key} is {config.get(key)!r}; it must be a number above 0")
+    if str(config.get("init_lora_weights")).lower().startswith(MOVES_BASE):
+        raise ConfigError(
+            f"{where} asks for init_lora_weights={config['init_lora_weights']!r}, with which PEFT changes the base; "
+            "that is not computed here: convert the adapter by PEFT's path_initial_model_for_weight_conversion"
+        )
+    _check_number(where, "r", config.get("r"), whole=True)
+    _check_number(where, "lora_alpha", config.get("lora_alpha"))
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config[key] = config.get(key) or {}
+        if not isinstance(pattern, dict):
+            raise ConfigError(f"{where}: {key} is {pattern!r}; it must be an object, a number for each name of modules")
+        for name, value in pattern.items():
+            _check_number(where, f"{key} of {name!r}", value, whole=key == "rank_pattern")
+            try:
+                re.compile(name)
+            except re.error as error:
+                raise ConfigError(f"{where}: {key} names {name!r}, no regular expression: {error}") from error
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise ConfigError(f"{where}: use_rslora is {config['use_rslora']!r}; it must be true or false")
     return config
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int, folder: Path) -> float:
-    alpha, default_rank = float(config["lora_alpha"]), int(config["r"])
-
-    def pattern(key: str, otherwise: float) -> float:
-        matches = [value for each, value in (config.get(key) or {}).items() if re.match(rf"(.*\.)?({each})$", name)]
-        return matches[0] if matches else otherwise
-
-    alpha, declared = pattern("alpha_pattern", alpha), int(pattern("rank_pattern", default_rank))
-    if rank not in (declared, 2 * declared):  # twice: a gate and an up together
-        raise ConfigError(f"{folder}: {name} has rank {rank}; {CONFIG} says {declared}")
-    return alpha / (declared**0.5 if config.get("use_rslora") else declared)
+def _check_number(where: str, key: str, value: Any, *, whole: bool = False) -> None:
+    right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} is {value!r}; it must be a {'whole ' if whole else ''}number above 0")
 
 
-def _pairs(stored: Mapping[str, Tensor], folder: Path) -> dict[str, Pair]:
-    """A and B, float32, by the module's name in the checkpoint."""
+def _pairs(stored: Mapping[str, Tensor], model: Model, folder: Path) -> dict[str, Pair]:
+    """A and B, float32, by the module's name in the file."""
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, tensor in stored.items():
-        if key.endswith((".base_layer.weight", "embed_tokens.weight")) and ".lora_" not in key:
-            continue  # the base's own, which PEFT saves beside an adapted embedding
-        match = KEY.fullmatch(key.removeprefix(PREFIX))
+        match = KEY.fullmatch(bare := key.removeprefix(PREFIX))
         if match is None:
-            raise ConfigError(f"{folder / WEIGHTS} holds {key}, which is neither A nor B of a linear layer")
-        matrices.setdefault(match["module"], {})[match["letter"]] = tensor.float()
+            _check_base(model, bare, tensor, folder)
+            continue
+        if tensor.dtype not in FLOATS.values():
+            raise ConfigError(f"{folder / WEIGHTS}: {key} has type {tensor.dtype}; it may be {', '.join(FLOATS)}")
+        if tensor.ndim < 2 and tensor.numel():
+            raise ConfigError(f"{folder / WEIGHTS}: {key} has shape {list(tensor.shape)}; A and B are matrices")
+        pair = matrices.setdefault(match["module"], {})
+        if match["letter"] in pair:
+            raise ConfigError(f"{folder / WEIGHTS} holds {match['letter']} of {match['module']} twice")
+        pair[match["letter"]] = tensor.float()
     if alone := sorted(module for module, pair in matrices.items() if len(pair) != 2):
         raise ConfigError(f"{folder / WEIGHTS} holds A without B, or B without A, of {some(alone)}")
     return {module: (pair["A"], pair["B"]) for module, pair in matrices.items()}
 
 
-def _factors(
-    pairs: Mapping[str, Pair], names: Mapping[str, str], targets: Mapping[str, Target], folder: Path
-) -> dict[str, Pair]:
-    """By the target's name, in the shapes of `Target.shapes`; unknown modules under their own."""
-    factors: dict[str, Pair] = {}
-    grouped = {
-        stored.rsplit(".", 1)[0]: name.rsplit(".", 1)[0]
-        for stored, name in names.items() if targets[name].experts is not None
-    }  # fmt: skip
-    of_experts: dict[str, dict[str, dict[int, Pair]]] = {}  # experts -> projection -> expert: its pair
-    for module, (down, up) in pairs.items():
-        bare = module.replace(".base_layer", "")
-        split = EXPERT.fullmatch(bare)
-        if bare in grouped:
-            flat = (targets.get(f"{grouped[bare]}.{kind}") for kind in ("gate_up_proj", "up_proj", "down_proj"))
-            target = next((each for each in flat if each is not None and _fits_flat(each, down, up)), None)
-            if target is None or target.experts is None:
-                raise ConfigError(
-                    f"{folder}: {module} has shapes {list(down.shape)} and {list(up.shape)}, which no experts here have"
-                )
-            count = target.experts
-            factors[target.name] = down.unflatten(0, (count, -1)), up.unflatten(1, (-1, count)).permute(2, 0, 1)
-        elif split is not None and split["experts"] in grouped:
-            ours = grouped[split["experts"]]
-            by_expert = of_experts.setdefault(ours, {}).setdefault(PARTS.get(split["part"], split["part"]), {})
-            if split["index"] is not None:
-                by_expert[int(split["index"])] = (down, up)
-            elif down.numel() or up.numel():  # three dimensions; one expert stands for all
-                count = targets[f"{ours}.down_proj"].experts or 0
-                a, b = (x.expand(count, *x.shape[1:]) if len(x) == 1 else x for x in (down, up))
-                by_expert.update({expert: (a[expert], b[expert]) for expert in range(min(len(a), len(b)))})
-        else:
-            name = names.get(bare, bare)
-            heads = targets[name].heads if name in targets else None
-            factors[name] = (down, up.unflatten(0, (heads, -1)) if heads and up.shape[0] % heads == 0 else up)
-    for experts, projections in of_experts.items():
-        factors |= _joined(experts, projections, targets, folder)
-    return factors
-
-
-def _fits_flat(target: Target, down: Tensor, up: Tensor) -> bool:
-    count = target.experts or 1
-    return (down.shape[1], up.shape[0]) == (target.inputs, target.outputs) and down.shape[0] % count == 0
-
-
-def _joined(
-    experts: str,
-    projections: dict[str, dict[int, Pair]],
-    targets: Mapping[str, Target],
-    folder: Path,
-) -> dict[str, Pair]:
-    """Join pairs of single experts into factors of all experts; experts without a pair get zeros."""
-    factors: dict[str, Pair] = {}
-    gated = f"{experts}.gate_up_proj" in targets
-    for kind in ("gate_up_proj" if gated else "up_proj", "down_proj"):
-        target = targets[f"{experts}.{kind}"]
-        wanted = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
-        present = {projection: projections.pop(projection) for projection in wanted if projection in projections}
-        if not present:
-            continue
-        count = target.experts or 0
-        if wrong := sorted(index for each in present.values() for index in each if index >= count):
-            raise ConfigError(f"{folder}: {experts} has factors of expert {wrong[0]}; this base has {count}")
-        rank = next(iter(next(iter(present.values())).values()))[0].shape[0]
-        downs, ups, width = [], [], target.outputs // len(wanted)
-        for index, projection in enumerate(wanted):
-            none = (torch.zeros(rank, target.inputs), torch.zeros(width, rank))
-            pairs = [present.get(projection, {}).get(expert, none) for expert in range(count)]
-            if any(a.shape != (rank, target.inputs) or b.shape != (width, rank) for a, b in pairs):
-                raise ConfigError(
-                    f"{folder}: factors of {experts}'s {projection} are not all [{rank}, {target.inputs}] and "
-                    f"[{width}, {rank}]"
-                )
-            downs.append(torch.stack([a for a, _ in pairs]))
-            placed = [
-                torch.stack([b for _, b in pairs]) if at == index else torch.zeros(count, width, rank)
-                for at in range(len(wanted))
-            ]
-            ups.append(torch.cat(placed, 1))
-        same = all(torch.equal(each, downs[0]) for each in downs)
-        factors[target.name] = (downs[0], sum(ups[1:], ups[0])) if same else (torch.cat(downs, 1), torch.cat(ups, 2))
-    if projections:
+def _check_base(model: Model, key: str, tensor: Tensor, folder: Path) -> None:
+    """Raises `ConfigError` unless `key` is a weight that PEFT saves beside adapters (embedding, or what an adapter
+    adapts), and is this base's."""
+    plain, architecture = key.replace(".base_layer.", "."), model.config.architecture
+    weights = [f"{name}.weight" for name in model.adapter_targets()]
+    name = next((each for each in weights if plain in module_names(each, architecture)), None)
+    if plain.endswith((".embed_tokens.weight", ".embeddings.weight")) or (name == HEAD and model.config.tied):
+        name = EMBEDDING
+    if name is None:
+        raise ConfigError(f"{folder / WEIGHTS} holds {key}, which is neither A nor B of a linear layer")
+    entry = entries_of(model).get(name)
+    if entry is None:
+        return  # another stage's
+    same = tuple(tensor.shape) == entry.shape
+    if not same or not torch.equal(entry.part(tensor).to(entry.live), entry.live.detach()):
         raise ConfigError(
-            f"{folder}: {experts} has factors of {some(sorted(projections))}, which these experts do not have"
+            f"{folder / WEIGHTS} holds {key} {list(tensor.shape)}, and this base has another one {list(entry.shape)}; "
+            "trained or resized weights are not computed here: train an adapter alone, without new tokens"
         )
-    return factors
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -251,7 +202,7 @@ def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> N
         raise ModelError(f"{folder} already holds an adapter; save to another folder")
     tensors: dict[str, Tensor] = {}
     for name, (down, up) in weights.factors.items():
-        target, module = targets[name], stored_name(f"{name}.", model.config.architecture).removesuffix(".")
+        target, module = targets[name], module_name(name, model.config.architecture)
         if target.experts is not None:
             (ours, kind), module = name.rsplit(".", 1), module.rsplit(".", 1)[0]
             module += ".base_layer" if kind != "down_proj" and f"{ours}.down_proj" in weights.factors else ""
@@ -267,27 +218,34 @@ def save_adapter(model: Model, weights: AdapterWeights, folder: str | Path) -> N
 
 
 def _written_config(model: Model, weights: AdapterWeights, targets: Mapping[str, Target]) -> dict[str, Any]:
-    stored = {name: stored_name(f"{name}.", model.config.architecture).removesuffix(".") for name in targets}
-    plain = [name for name in weights.factors if targets[name].experts is None]
-    leaves = {stored[name].rsplit(".", 1)[-1] for name in plain}
-    others = {
-        stored[name].rsplit(".", 1)[-1]
-        for name in targets
-        if targets[name].experts is None and name not in weights.factors
-    }
-    modules = sorted(leaves) if not leaves & others else sorted(stored[name] for name in plain)
-    parameters = [name for name in weights.factors if targets[name].experts is not None]
+    architecture = model.config.architecture
+    parameters: dict[str, str] = {}  # target -> its name in PEFT, which wraps parameters; modules otherwise
+    modules: dict[str, str] = {}
+    for name, target in targets.items():
+        theirs = module_name(name, architecture)
+        if target.experts is not None:
+            parameters[name] = theirs
+        elif architecture in TAKEN_IN and theirs.endswith(TAKEN):
+            parameters[name] = f"{theirs}.weight"
+        else:
+            modules[name] = theirs
+    names = {**modules, **parameters}
+    leaves, others = (
+        {theirs.rsplit(".", 1)[-1] for name, theirs in modules.items() if (name in weights.factors) == adapted}
+        for adapted in (True, False)
+    )
+    whole = sorted(theirs for name, theirs in modules.items() if name in weights.factors)
+    ranks = {name: weights.rank_of(name) for name in weights.factors}
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": weights.rank, "lora_alpha": weights.alpha,
         "lora_dropout": 0.0, "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None,
         "fan_in_fan_out": False, "inference_mode": True, "base_model_name_or_path": str(model.source_path or ""),
-        "target_modules": modules, "target_parameters": [stored[name] for name in parameters] or None,
-        "rank_pattern": {
-            stored[name]: rank for name in plain if (rank := weights.rank_of(name)) != weights.rank
-        },
+        "target_modules": whole if leaves & others else sorted(leaves),
+        "target_parameters": [parameters[name] for name in weights.factors if name in parameters] or None,
+        "rank_pattern": {names[name]: rank for name, rank in ranks.items() if rank != weights.rank},
         "alpha_pattern": {
-            stored[name]: alpha for name in weights.factors
-            if (alpha := weights.scales[name] * weights.rank_of(name)) != weights.alpha
+            names[name]: weights.scales[name] * rank for name, rank in ranks.items()
+            if weights.scales[name] != weights.alpha / rank
         },
     }  # fmt: skip
 

@@ -30,6 +30,7 @@ class LoadedAdapter:
     version: int
     weights: AdapterWeights
     factors: Mapping[str, tuple[Tensor, Tensor]]  # A and B' in the compute type, on the host; pinned for a GPU
+    targets: Mapping[str, Target]  # of the factors, and perhaps more
 
     @property
     def key(self) -> str:
@@ -39,7 +40,7 @@ class LoadedAdapter:
     @classmethod
     def live(cls, adapter: Adapter, version: int) -> LoadedAdapter:
         """An adapter on the device, which may train, at this version of its values."""
-        return cls(adapter.name, version, adapter.exact, adapter.live())
+        return cls(adapter.name, version, adapter.exact, adapter.live(), adapter.targets)
 
 
 @dataclass
@@ -62,6 +63,7 @@ class AdapterRegistry:
     base_digest: str | None = None  # of the base's stored weights, once computed
 
     def __post_init__(self) -> None:
+        self._configured, self._moves = False, 0
         self._newest: dict[str, LoadedAdapter] = {}
         self._versions: dict[str, int] = {}
         self._resident: OrderedDict[LoadedAdapter, int] = OrderedDict()  # least recently used first
@@ -108,10 +110,7 @@ class AdapterRegistry:
         self._versions[name] = version = self._versions.get(name, 0) + 1
         if name in self._newest:
             self._retire(name)
-        for each in factors:
-            if each not in self._stores:
-                self._stores[each] = _Store(targets[each], self.slots)
-        self._newest[name] = loaded = LoadedAdapter(name, version, weights, factors)
+        self._newest[name] = loaded = LoadedAdapter(name, version, weights, factors, targets)
         self.stats.loads += 1
         return loaded
 
@@ -127,15 +126,17 @@ class AdapterRegistry:
     # ------------------------------------------------------------------------------------------------ slots
 
     def configure(self, slots: int, max_rank: int) -> None:
-        """Set the number and rank of slots on the device. Raises `ConfigError` if slots of other sizes are in use."""
-        if (slots, max_rank) == (self.slots, self.max_rank):
-            return
-        if self._stores:
-            raise ConfigError(
-                f"adapter_slots={slots} and adapter_rank={max_rank} differ from the slots that this model's adapters "
-                f"already use ({self.slots} and {self.max_rank}); give all of its engines the same"
-            )
-        self.slots, self.max_rank = slots, max_rank
+        """Make room for an engine with this many slots of this rank, beside which others may have fewer.
+
+        More slots than before are new ones: adapters are copied into them with the next step.
+        """
+        if self._configured:
+            slots, max_rank = max(slots, self.slots), max(max_rank, self.max_rank)
+        if slots != self.slots:
+            self._moves = self.moves + 1
+            self._stores.clear()
+            self._resident.clear()
+        self._configured, self.slots, self.max_rank = True, slots, max_rank
 
     @torch.no_grad()
     def place(self, adapters: Iterable[LoadedAdapter]) -> dict[LoadedAdapter, int]:
@@ -152,6 +153,9 @@ class AdapterRegistry:
             slot = (
                 min(free) if free else self._resident.pop(next(each for each in self._resident if each not in wanted))
             )
+            for name in adapter.factors:  # an adapter in training is in no registry
+                if name not in self._stores:
+                    self._stores[name] = _Store(adapter.targets[name], self.slots)
             for name, store in self._stores.items():
                 store.write(slot, adapter.factors.get(name))
             self._resident[adapter] = slot  # a live adapter's last version may be evicted
@@ -170,7 +174,7 @@ class AdapterRegistry:
     @property
     def moves(self) -> int:
         """Number of times that slots were reallocated; CUDA graphs captured before a move read stale addresses."""
-        return sum(store.moves for store in self._stores.values())
+        return self._moves + sum(store.moves for store in self._stores.values())
 
 
 class _Store:

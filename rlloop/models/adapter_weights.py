@@ -150,7 +150,7 @@ class AdapterWeights:
         if unknown := sorted(self.factors.keys() - targets.keys()):
             raise ConfigError(
                 f"{where} has factors of layers that this model does not have: {some(unknown)}; it was made for "
-                "another base, or for layers that are not linear projections"
+                "another base, or for layers that take no adapters here (embeddings, routers, indexers, image towers)"
             )
         for name, (down, up) in self.factors.items():
             shapes = targets[name].shapes(down.shape[-2])

@@ -18,6 +18,7 @@ from torch import Tensor
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
+SEEING = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # architecture -> (name in memory, name in checkpoints), replaced in this order
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "MiniMaxM2ForCausalLM": (
@@ -33,10 +34,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.", "backbone."),
     ),
     "GptOssForCausalLM": ((".mlp.gate.", ".mlp.router."),),
-    **dict.fromkeys(
-        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-        (("model.", "model.language_model."), ("visual.", "model.visual.")),
-    ),
+    **dict.fromkeys(SEEING, (("model.", "model.language_model."), ("visual.", "model.visual."))),
 }
 # How checkpoints hold experts, where not one by one (`split`): `stacked`, all in one tensor, as memory does, or
 # `transposed`, each matrix of it the other way round. The first form is written where there is no source.
@@ -72,6 +70,18 @@ def stored_name(name: str, architecture: str) -> str:
     for ours, theirs in RENAMED.get(architecture, ()):
         name = name.replace(ours, theirs)
     return name
+
+
+def module_name(name: str, architecture: str) -> str:
+    """A module's or parameter's name in transformers' model (version 5), and so in PEFT's folders."""
+    return stored_name(f"{name}.", architecture).removesuffix(".") if architecture in SEEING else name
+
+
+def module_names(name: str, architecture: str) -> tuple[str, ...]:
+    """`module_name`, and the names that it has in checkpoints and so in older versions of transformers."""
+    theirs = module_name(name, architecture)
+    stored = stored_name(f"{name}.", architecture).removesuffix(".")
+    return (theirs,) if stored == theirs else (theirs, stored)
 
 
 def stored_slices(

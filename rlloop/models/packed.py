@@ -12,7 +12,8 @@ Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,9 @@ def read_scheme(raw: Any) -> Scheme:
         names = {"codes": ".weight", "scales": ".weight_scale", "of_tensor": ".weight_scale_2"}
         return Scheme(NVFP4, names)
     groups = config.get("config_groups")
-    weights = [each.get("weights") or {} for each in groups.values()] if isinstance(groups, dict) else []
+    groups = groups.values() if isinstance(groups, dict) else ()
+    weights = [each.get("weights") if isinstance(each, dict) else None for each in groups]
+    weights = [each if isinstance(each, dict) else {} for each in weights]
     if method == "compressed-tensors" and form == "nvfp4-pack-quantized":
         names = {"codes": ".weight_packed", "scales": ".weight_scale", "of_tensor": ".weight_global_scale"}
         return Scheme(NVFP4, names, divides=True)
@@ -103,6 +106,7 @@ class PackedReader:
         for name, stored_names in self.names.items():
             if missing := [each for each in stored_names.values() if each not in tensors]:
                 raise ModelError(f"{where} lacks {', '.join(missing)}, without which {name} cannot be read")
+            self._check(name, where)
             if name in held:
                 weight_of |= {stored: (name, kind) for kind, stored in stored_names.items()}
         begun: dict[str, dict[str, Tensor]] = {}  # weights some of whose parts have been read
@@ -112,31 +116,59 @@ class PackedReader:
             components[kind] = tensor.to(device, copy=True)
             if len(components) < len(self.names[name]):
                 continue
-            weight = self._made(name, begun.pop(name), where)
-            if weight.shape != self._shapes[name]:
+            yield name, self._made(name, begun.pop(name), where).like(lambda x: x, dtype)
+
+    def _check(self, name: str, where: str) -> None:
+        """Raises `ModelError` for parts of other shapes or types than a weight of this shape has."""
+        packing, shape = self._scheme.packing, self._shapes[name]
+        *groups, rows, width = (*shape[:-2], *shape[:-3:-1]) if packing is MXFP4 else shape
+        blocks = -(-width // packing.group)
+        codes = (*groups, rows, width / packing.each)  # a fraction fits no stored shape
+        fits: dict[str, tuple[tuple[float, ...], Collection[torch.dtype]]] = {
+            "codes": ((*groups, rows, width / packing.group, 16) if packing is MXFP4 else codes, (packing.codes,)),
+            "scales": ((*groups, rows, blocks), (packing.scales,)),
+        }
+        if packing is FP8:
+            fits["scales"] = (-(-rows // packing.group), blocks), FLOATS.values()
+        elif packing is INT4:
+            fits["scales"] = fits["scales"][0], FLOATS.values()  # those of bfloat16 values
+        for kind, (wanted, dtypes) in fits.items():
+            tensor = self._stored.tensors[stored := self.names[name][kind]]
+            if tensor.shape != wanted or tensor.dtype not in dtypes:
+                needed = ", ".join(f"{size:g}" for size in wanted)
                 raise ModelError(
-                    f"{where}: {name} has shape {list(weight.shape)}; config.json says {list(self._shapes[name])}"
+                    f"{where}: {stored} is {tensor.dtype} {list(tensor.shape)}; {packing.name} of {rows} x {width} (so "
+                    f"config.json) needs {' or '.join(map(str, dtypes))} [{needed}]"
                 )
-            yield name, weight.like(lambda x: x, dtype)
+        if (stored := self.names[name].get("of_tensor")) is not None:
+            tensor = self._stored.tensors[stored]
+            if math.prod(tensor.shape) != 1 or tensor.dtype not in FLOATS.values():
+                raise ModelError(f"{where}: {stored} is {tensor.dtype} {list(tensor.shape)}; it must be one number")
 
     def _made(self, name: str, components: Mapping[str, Tensor], where: str) -> PackedWeight:
         packing, codes, scales = self._scheme.packing, components["codes"], components["scales"]
         if packing is MXFP4:
             codes = codes.flatten(-2)
-        rows, width = codes.shape[-2], codes.shape[-1] * packing.each
+        rows = codes.shape[-2]
         if packing is FP8:  # a row has the scales of its block of rows
             scales = scales.float().repeat_interleave(packing.group, 0)[:rows].contiguous()
         if packing is INT4:
-            scales = scales.to(torch.bfloat16)
-        groups = -(-width // packing.group)
-        if tuple(scales.shape[-2:]) != (rows, groups) or scales.dtype != packing.scales:
-            raise ModelError(
-                f"{where}: scales of {name} are {scales.dtype} {list(components['scales'].shape)}; {packing.name} of "
-                f"{rows} x {width} needs {packing.scales}, one for {packing.group} inputs"
-            )
+            exact, scales = scales, scales.to(torch.bfloat16)
+            if not torch.equal(scales.to(exact.dtype), exact) and not exact.isnan().any():
+                raise ModelError(
+                    f"{where}: scales of {name} are {exact.dtype} with values that bfloat16 does not have, which "
+                    f"{packing.name} is read with; store them in bfloat16"
+                )
+            said = components["shape"].flatten().tolist()
+            if said != list(self._shapes[name]):
+                raise ModelError(
+                    f"{where}: {self.names[name]['shape']} says {said}; config.json says {list(self._shapes[name])}"
+                )
         of_tensor = None
         if "of_tensor" in components:
             whole = components["of_tensor"].float().reshape(())
+            if not whole.isfinite():
+                raise ModelError(f"{where}: the scale of the whole {name} is {whole.item()}; it must be finite")
             of_tensor = (1 / whole if self._scheme.divides else whole).expand(rows, 1).contiguous()
         return PackedWeight(codes, scales, packing, tensor_scale=of_tensor, transposed=packing is MXFP4)
 

@@ -6,7 +6,8 @@ import torch
 
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
 from rlloop.models import save_model
-from tests.support.adapters import adapter_folder
+from rlloop.models.adapter_weights import Adapter
+from tests.support.adapters import adapter_folder, random_adapter
 from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.traffic import bits
@@ -109,6 +110,29 @@ def test_an_engine_of_a_model_with_an_adapter_serves_others_beside_it(tmp_path, 
     assert list(map(bits, Engine(model).generate(PROMPTS, SAMPLING))) == list(
         map(bits, Engine(model.with_adapter("p").with_adapter(None)).generate(PROMPTS, SAMPLING))
     )
+
+
+def test_an_adapter_in_training_keeps_its_targets_beside_others_that_lack_them(model):
+    own = Adapter(random_adapter(model, 0, targets=("q_proj", "lm_head")), model.adapter_targets())
+    engine = Engine(model.with_adapter(own))
+    engine.add_adapter("q", random_adapter(model, 1, targets=("v_proj",)))
+    adapters = [None, "q", None, "q", None]
+    made = engine.generate(PROMPTS, SAMPLING, adapters=adapters)
+    of_own, of_q = model.with_adapter(own), model.with_adapter("q")
+    for completion, adapter in zip(made, adapters, strict=True):
+        scored = token_logprobs(of_own if adapter is None else of_q, [(completion.prompt_ids, completion.token_ids)])
+        assert scored[0].detach().numpy().tobytes() == completion.raw_logprobs.tobytes()
+
+
+def test_an_engine_has_its_slots_whoever_loaded_the_adapters(model):
+    names = [f"a{index}" for index in range(9)]
+    for seed, name in enumerate(names):
+        model.adapters.add(name, random_adapter(model, seed, rank=1), model.adapter_targets())
+    narrow, wide = Engine(model, adapter_slots=2), Engine(model, adapter_slots=9)
+    sampling = SamplingParams(max_tokens=2, seed=0)
+    same_as_trainer(model, narrow.generate([[5]] * 3, sampling, adapters=names[:3]), names[:3])
+    same_as_trainer(model, wide.generate([[5]] * 9, sampling, adapters=names), names)
+    same_as_trainer(model, narrow.generate([[5]] * 3, sampling, adapters=names[:3]), names[:3])
 
 
 @pytest.mark.parametrize(("adapters", "message"), [("x", "no adapter is named 'x'"), (["x"], "came with 1 adapters")])

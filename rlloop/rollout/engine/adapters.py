@@ -56,10 +56,8 @@ class EngineAdapters:
         return read_adapter(self.model, folder)
 
     def add(self, name: str, weights: AdapterWeights) -> int:
-        registry = self.model.adapters
-        if not registry.names:
-            registry.configure(self.slots, self._max_rank)
-        return registry.add(name, weights, self.model.adapter_targets()).version
+        self.model.adapters.configure(self.slots, self._max_rank)
+        return self.model.adapters.add(name, weights, self.model.adapter_targets()).version
 
     @property
     def versions(self) -> dict[str, int]:
@@ -88,6 +86,7 @@ class EngineAdapters:
         """`of_rows` of requests with these adapters, at most `slots` different ones; None: the model's own, or none."""
         placed: dict[LoadedAdapter | None, int] = dict.fromkeys(adapters, -1)
         wanted = {each: each or self._own for each in placed}
+        self.model.adapters.configure(self.slots, self._max_rank)
         slots = self.model.adapters.place([each for each in wanted.values() if each is not None])
         placed = {each: -1 if own is None else slots[own] for each, own in wanted.items()}
         return np.fromiter((placed[each] for each in adapters), np.int64, len(adapters))

@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from rlloop import load_model, token_logprobs
 from rlloop.models import save_model
 from rlloop.models.adapter_files import CONFIG, WEIGHTS, load_adapter, read_adapter, save_adapter, save_merged
+from rlloop.models.adapter_weights import AdapterWeights
 from tests.support.adapters import random_adapter
 from tests.support.checkpoints import EVERY, make_checkpoint
+from tests.support.image_models import make_image_checkpoint
 from tests.support.tiny_models import tiny_qwen3
 
 PROMPT, COMPLETION = list(range(3, 30)), list(range(40, 60))
@@ -65,6 +67,14 @@ def test_what_is_written_is_read_again(tmp_path, family):
         ({"r": 0}, "r is 0"),
         ({"lora_alpha": None}, "lora_alpha is None"),
         ({"r": 5}, "has rank 4; adapter_config.json says 5"),
+        ({"r": 2}, "has rank 4; adapter_config.json says 2"),
+        ({"r": 4.0}, "r is 4.0; it must be a whole number above 0"),
+        ({"lora_alpha": math.nan}, "lora_alpha is nan"),
+        ({"rank_pattern": [4]}, r"rank_pattern is \[4\]; it must be an object"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern of 'q_proj' is '8'"),
+        ({"alpha_pattern": {"(": 8}}, "alpha_pattern names '\\(', no regular expression"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "with which PEFT changes the base"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(model, folder, entries, message):
@@ -88,6 +98,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         (lambda t: {**t, "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.ones(4, 48),
                     "base_model.model.model.layers.9.mlp.up_proj.lora_B.weight": torch.ones(80, 4)}, "layers.9"),
         (lambda t: {**t, "base_model.model.model.norm.weight": torch.ones(48)}, "neither A nor B"),
+        (lambda t: {**t, f"{Q}A.weight": torch.ones(4, 48, dtype=torch.int8)}, "has type torch.int8"),
+        (lambda t: {**t, f"{Q}B.weight": torch.tensor(1.0)}, r"has shape \[\]; A and B are matrices"),
+        (lambda t: {**t, f"{Q}A.default.weight": t[f"{Q}A.weight"].clone()}, "holds A of .*q_proj twice"),
+        (lambda t: {**t, "base_model.model.model.embed_tokens.weight": torch.ones(300, 48)}, "trained or resized"),
         (lambda t: {}, "has no factors"),
     ],
 )  # fmt: skip
@@ -157,6 +171,51 @@ def test_three_layouts_of_experts_are_one_adapter(tmp_path):
     assert not torch.equal(flat, logprobs(model, "shared"))
 
 
+def test_a_gate_and_an_up_of_different_a_keep_their_scale_when_written(tmp_path):
+    make_checkpoint(tmp_path / "base", "qwen3_moe")
+    model = load_model(tmp_path / "base")
+    tensors = {
+        f"base_model.model.model.layers.0.mlp.experts.0.{part}.lora_{letter}.weight": torch.randn(shape)
+        for part in ("gate_proj", "up_proj") for letter, shape in (("A", (3, 48)), ("B", (24, 3)))
+    }  # fmt: skip
+    (tmp_path / CONFIG).write_text(json.dumps({"r": 3, "lora_alpha": 6}))
+    save_file(tensors, tmp_path / WEIGHTS)
+    weights = read_adapter(model, tmp_path)
+    save_adapter(model, weights, tmp_path / "written")
+    (name,) = weights.factors
+    assert weights.rank_of(name) == 6
+    assert read_adapter(model, tmp_path / "written").scales == weights.scales == {name: 2.0}
+    change(tmp_path, alpha_pattern={"gate_proj": 3})
+    with pytest.raises(ValueError, match=r"several scales \(alpha / rank, 1, 2\)"):
+        read_adapter(model, tmp_path)
+
+
+def test_factors_of_some_experts_only_are_refused_in_three_dimensions(tmp_path):
+    make_checkpoint(tmp_path / "base", "qwen3_moe")
+    (tmp_path / CONFIG).write_text(json.dumps({"r": 3, "lora_alpha": 6}))
+    experts = "base_model.model.model.layers.0.mlp.experts.w2"
+    save_file(
+        {f"{experts}.lora_A.weight": torch.ones(5, 3, 24), f"{experts}.lora_B.weight": torch.ones(8, 48, 3)},
+        tmp_path / WEIGHTS,
+    )
+    with pytest.raises(ValueError, match="the first of them 8, or 1 for all"):
+        read_adapter(load_model(tmp_path / "base"), tmp_path)
+
+
+def test_experts_as_wide_as_they_are_long(tmp_path):
+    """Without gates, ups and downs have one shape then."""
+    make_checkpoint(tmp_path / "base", "nemotron_h", moe_latent_size=24)
+    model = load_model(tmp_path / "base")
+    weights = random_adapter(model, 0, targets=("experts",))
+    for kinds in (("up_proj", "down_proj"), ("up_proj",), ("down_proj",)):
+        some = {name: pair for name, pair in weights.factors.items() if name.endswith(kinds)}
+        written = AdapterWeights(some, weights.scales, weights.rank, weights.alpha)
+        save_adapter(model, written, tmp_path / "-".join(kinds))
+        again = read_adapter(model, tmp_path / "-".join(kinds)).factors
+        assert again.keys() == some.keys()
+        assert all(torch.equal(a, b) for name in some for a, b in zip(some[name], again[name], strict=True))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_a_merged_model_agrees_to_rounding_and_says_that_it_is_another(tmp_path, family):
     make_checkpoint(tmp_path / "base", family)
@@ -171,15 +230,27 @@ def test_a_merged_model_agrees_to_rounding_and_says_that_it_is_another(tmp_path,
     assert (logprobs(model, "a") - logprobs(model, None)).abs().max() > 0.05
 
 
+def varied(weights):
+    """Other ranks and scales for some modules."""
+    factors = {
+        name: (down[..., :2, :], up[..., :2]) if index % 3 == 0 else (down, up)
+        for index, (name, (down, up)) in enumerate(weights.factors.items())
+    }
+    scales = {name: scale * (1 + index % 2) for index, (name, scale) in enumerate(weights.scales.items())}
+    return AdapterWeights(factors, scales, weights.rank, weights.alpha)
+
+
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "minimax_m2", "nemotron_h", "qwen3_vl_moe"])
 def test_peft_loads_what_is_written_and_agrees_to_rounding(tmp_path, family):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    make_checkpoint(tmp_path / "base", family)
+    (make_image_checkpoint if family == "qwen3_vl_moe" else make_checkpoint)(tmp_path / "base", family)
     model = load_model(tmp_path / "base")
-    save_adapter(model, random_adapter(model, 0, targets=ALL), tmp_path / "adapter")
+    targets = [name for name in model.adapter_targets() if not name.endswith("out_proj")]  # PEFT refuses Mamba's
+    save_adapter(model, varied(random_adapter(model, 0, targets=tuple(targets))), tmp_path / "adapter")
     load_adapter(model, tmp_path / "adapter", "a")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    auto = transformers.AutoModelForImageTextToText if "vl" in family else transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "base", experts_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     with torch.no_grad():
         logits = theirs(torch.tensor([PROMPT + COMPLETION])).logits[0, len(PROMPT) - 1 : -1].float()

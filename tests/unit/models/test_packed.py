@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
+from rlloop.errors import ModelError
 from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter, with_stored_adapter
 from rlloop.models.config import parse_config
+from rlloop.models.packed import read_scheme
 from rlloop.numerics.packed import MXFP4, PackedWeight, is_packed
 from tests.support.adapters import random_adapter
 from tests.support.packed_models import FORMATS, make_packed
@@ -102,8 +104,39 @@ def test_parts_that_are_missing_or_of_another_type_and_saving(tmp_path):
     with pytest.raises(ValueError, match=r"lacks .*up_proj.weight_scale_2"):
         load_model(packed)
     save_file({**tensors, f"{name}_scale": tensors[f"{name}_scale"].float()}, file)
-    with pytest.raises(ValueError, match=r"scales of .*up_proj.weight are torch.float32"):
+    with pytest.raises(
+        ValueError, match=r"up_proj.weight_scale is torch.float32 .* needs torch.float8_e4m3fn \[96, 4\]"
+    ):
         load_model(packed)
     save_file({**tensors, name: tensors[name].long()}, file)
     with pytest.raises(ValueError, match=r"has type I64|does not know"):
         load_model(packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ending", "change", "message"),
+    [
+        ("mxfp4", "down_proj_scales", lambda x: torch.cat([x, x]), r"\[16, 64, 3\]; .* needs torch.uint8 \[8, 64, 3\]"),
+        ("nvfp4", "q_proj.weight_scale", lambda x: x.view(torch.uint8)[None].view(x.dtype), r"needs .* \[64, 4\]"),
+        ("nvfp4", "q_proj.weight_scale_2", lambda x: torch.stack([x, x]), r"\[2\]; it must be one number"),
+        ("nvfp4_compressed", "q_proj.weight_global_scale", lambda x: x * torch.inf, "must be finite"),
+        ("fp8", "o_proj.weight_scale_inv", lambda x: torch.cat([x, x]), r"\[2, 1\]; .* needs .* \[1, 1\]"),
+        ("int4", "o_proj.weight_scale", lambda x: x.float() * 1.001, "values that bfloat16 does not have"),
+        ("int4", "o_proj.weight_shape", lambda x: x + 1, r"weight_shape says \[65, 65\]"),
+    ],
+)
+def test_parts_of_other_shapes_and_values(tmp_path, kind, ending, change, message):
+    from safetensors.torch import load_file, save_file
+
+    packed, _ = make_packed(tmp_path, kind)
+    tensors = load_file(packed / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(ending))
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_model(packed)
+
+
+def test_a_quantization_config_whose_groups_are_no_objects():
+    for groups in ({"a": {"weights": 3}}, {"a": 3}, [3]):
+        with pytest.raises(ModelError, match="is not read"):
+            read_scheme({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups})
