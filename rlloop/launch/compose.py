@@ -250,6 +250,15 @@ def _parse_one(override: str) -> Any:
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])
     except OverrideParseException as error:
+        key, _, value = override.partition("=")
+        if value.startswith("~/"):
+            raise ConfigError(
+                f"{override!r}: the shell leaves ~ as it is after =; write {key}=$HOME{value[1:]}"
+            ) from error
+        if value and not set(value) & set("[]{}'\""):  # as a path with a comma or letters beyond ASCII
+            raise ConfigError(
+                f"{override!r} has characters of the override grammar; quote its value: {_quoted(override)}"
+            ) from error
         raise ConfigError(
             f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
         ) from error

@@ -93,6 +93,8 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("seed=0,1", "add -m"),
         ("seed", "write key=value"),
         ("=3", "'=3' names no key"),
+        ("model.path=~/model", "the shell leaves ~ as it is after =; write model.path=$HOME/model"),
+        ("run.dir=runs/größe", "quote its value: 'run.dir=\"runs/größe\"'"),
         ("trainer.lr=null", "'trainer.lr=null': trainer.lr cannot be null"),
         ("hydra.run.dir=x", "has no effect"),
         ("algorithm.loss=???", "algorithm.loss must be given"),
