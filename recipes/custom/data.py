@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from hashlib import blake2b
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
+from rlloop.config.instantiate import accepts
 from rlloop.errors import ConfigError
 
 Row = dict[str, Any]
@@ -41,6 +43,12 @@ class DataSection:
     curriculum: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError(f"data.path is {self.path!r}; it must name the rows, as in data.path=rows.jsonl")
+        for key, hint in get_type_hints(DataSection).items():
+            if not accepts(hint, getattr(self, key)):
+                wanted = formatannotation(hint)
+                raise ConfigError(f"data.{key} is {getattr(self, key)!r}; it must be {wanted}")
         checks = [
             ("format", self.format in ("jsonl", "datasets"), "jsonl or datasets"),
             ("overlong", self.overlong in ("error", "drop"), "error or drop"),
@@ -179,7 +187,10 @@ def read_files(path: str, key: str) -> Rows:
         )  # fmt: skip
     rows = list[tuple[int | str, Row]]()
     for file in files:
-        own = READERS.get(file.suffix.lower(), read_jsonl)(file)
+        try:
+            own = READERS.get(file.suffix.lower(), read_jsonl)(file)
+        except OSError as error:
+            raise ConfigError(f"{key} {str(file)!r} cannot be read: {error.strerror or error}") from error
         if not own:
             raise ConfigError(f"{key} {str(file)!r} has no rows")
         rows += list(own) if len(files) == 1 else [(f"{number} of {file}", row) for number, row in own]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -110,8 +111,8 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
 
 
 def _quoted(folder: Path) -> str:
-    """A folder quoted as an override's value, since multirun folders' names have characters of the override grammar."""
-    return f'"{folder}"' if set(str(folder)) & set("=, ") else str(folder)
+    """A folder as an override's value: quoted if its name has more than plain letters, as those of a multirun have."""
+    return str(folder) if re.fullmatch(r"[\w./-]+", str(folder), re.ASCII) else f'"{folder}"'
 
 
 def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:

@@ -31,6 +31,7 @@ ZERO_OR_MORE = Limit(lambda x: 0 <= x < math.inf, "0 or more")
 ZERO_OR_MORE_SECONDS = Limit(ZERO_OR_MORE.holds, "0 or more seconds")
 UNIT = Limit(lambda x: 0 <= x <= 1, "from 0 to 1")
 ABOVE_ZERO_TO_ONE = Limit(lambda x: 0 < x <= 1, "above 0 and at most 1")
+TEMPERATURE = Limit(lambda x: 1e-6 <= x <= 1e6, "from 1e-6 to 1e6")  # what `rlloop.SamplingParams` takes
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "from 0 to below 1")
 
 

@@ -11,7 +11,7 @@ from rlloop.config.instantiate import TARGET, names_target
 from rlloop.config.layout import LayoutConfig
 from rlloop.config.limits import (
     ABOVE_ZERO_TO_ONE,
-    POSITIVE,
+    TEMPERATURE,
     UNIT,
     Limit,
     at_least,
@@ -23,7 +23,8 @@ from rlloop.config.limits import (
 )
 from rlloop.config.numerics import DriftConfig, RolloutProfile
 
-SAMPLED = Limit(POSITIVE.holds, "a positive number (greedy completions teach nothing; eval.temperature may be 0)")
+SAMPLED = Limit(TEMPERATURE.holds, f"{TEMPERATURE.says} (0, greedy, teaches nothing; eval.temperature may be 0)")
+TOP_K = Limit(lambda x: 0 <= x < 2**31, "0 (off) or more, below 2**31")
 
 
 class EngineKind(StrEnum):
@@ -61,7 +62,7 @@ class RolloutConfig:
     top_p: float = limited(
         1.0, ABOVE_ZERO_TO_ONE
     )  # nucleus sampling: only the likeliest tokens with this total probability
-    top_k: int = limited(0, zero_or_more("off"))  # only the k likeliest tokens
+    top_k: int = limited(0, TOP_K)  # only the k likeliest tokens
     min_p: float = limited(0.0, UNIT)  # only tokens at least this likely, relative to the likeliest
     engine: Any = EngineKind.embedded  # embedded; vllm, vllm_stock: docs/vllm.md; one of your own: docs/extending.md
     page_size: int = limited(16, at_least(1))  # tokens of one block of the key-value cache

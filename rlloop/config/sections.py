@@ -10,6 +10,7 @@ from rlloop.config.limits import (
     BELOW_ONE,
     POSITIVE,
     SECONDS,
+    TEMPERATURE,
     Limit,
     at_least,
     check_limits,
@@ -19,6 +20,7 @@ from rlloop.config.limits import (
     zero_or_more,
 )
 
+EVALUATED = Limit(lambda x: x == 0 or TEMPERATURE.holds(x), f"0 (greedy), or {TEMPERATURE.says}")
 GPU_SHARE = Limit(ABOVE_ZERO_TO_ONE.holds, "above 0 and at most 1: a rank lies on one GPU")
 
 
@@ -95,7 +97,7 @@ class EvalConfig:
         50, zero_or_more("only first and last")
     )  # steps between evaluations, besides before the first and after the last
     num_draws: int = limited(1000, at_least(1))  # held-out completions of an evaluation
-    temperature: float = limited(1.0, zero_or_more("greedy"))  # temperature of held-out completions
+    temperature: float = limited(1.0, EVALUATED)  # temperature of held-out completions
     # The collapse rule, declared before the run: held-out reward at or below `collapse_fraction` of its running best in
     # `collapse_evals` evaluations in a row, or a gradient that is not finite. `rlloop compare` judges by it.
     collapse_fraction: float = limited(

@@ -250,6 +250,15 @@ def _parse_one(override: str) -> Any:
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])
     except OverrideParseException as error:
+        key, _, value = override.partition("=")
+        if value.startswith("~/"):
+            raise ConfigError(
+                f"{override!r}: the shell leaves ~ as it is after =; write {key}=$HOME{value[1:]}"
+            ) from error
+        if value and not set(value) & set("[]{}'\""):  # as a path with a comma or letters beyond ASCII
+            raise ConfigError(
+                f"{override!r} has characters of the override grammar; quote its value: {_quoted(override)}"
+            ) from error
         raise ConfigError(
             f"{override!r} is not an override; write key=value, +key=value or ~key ({_first_lines(error, 1)})"
         ) from error
@@ -263,6 +272,8 @@ def _refuse_malformed(override: str, folder: Path) -> None:
             f"{override!r}: rlloop composes with Hydra but runs the jobs itself; hydra.* has no effect here"
         )
     key = parsed.key_or_group
+    if not key:
+        raise ConfigError(f"{override!r} names no key; write key=value, +key=value or ~key")
     if parsed.value() is None and not parsed.is_delete() and (key in GROUPS or (folder / key).is_dir()):
         raise ConfigError(f"{override!r}: {key} picks an entry of its group; write {key}=NAME")
     if parsed.is_sweep_override():
@@ -283,10 +294,13 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
     key = (at[1] or at[2]) if at else ""
     if key and re.search(r"Key '[^']*' (is )?not in", str(cause)):
         return _explain_key(key, folder, stem, overrides)
-    override = next((text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")), None)
+    given = [text for text in overrides if key and text.lstrip("+").startswith(f"{key}=")]
+    override = given[-1] if given else None  # of several, the last one counts
     if override is not None and "is not a subclass of" in str(cause):
         inner = [name for name in flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
         return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
+    if override is not None and "is not Optional" in str(cause):
+        return f"{override!r}: {key} cannot be null"
     return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
 
 

@@ -32,6 +32,7 @@ from rlloop.launch.torchrun import Leader
 from rlloop.loop.loop import Loop
 from rlloop.loop.own import Run
 from rlloop.loop.parts import Parts
+from rlloop.numerics.operators.distribution import NotFinite
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.parity.witness import Attestor
@@ -113,6 +114,13 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 _conclude(folder, "failed")
                 raise
             raise RlloopError(f"{job.folder} cannot grow: {error}. Make room; to resume: {job.command}") from error
+        except NotFinite as error:
+            folder.log(f"stopped: {error}")
+            _conclude(folder, "failed")
+            raise RlloopError(
+                f"{job.folder}: training has diverged: {error}. Train again in a new run.dir with a lower trainer.lr "
+                "or trainer.grad_clip"
+            ) from error
         except Exception as error:  # a defect, of rlloop or of a recipe's own code: its traceback is printed
             folder.log(f"stopped: {type(error).__name__}: {error}")
             _conclude(folder, "failed")

@@ -81,10 +81,14 @@ def check_targets(targets: Tensor, vocabulary: int) -> None:
         )
 
 
+class NotFinite(ValueError):
+    """Logits from which no token can be drawn, as weights that are not finite make them."""
+
+
 def sample(
     logits: Tensor, processing: LogitsProcessing, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token a row. Raises ValueError for a row that holds no distribution, as NaN weights make it; on a GPU,
+    """Draw a token a row. Raises `NotFinite` for a row that holds no distribution, as NaN weights make it; on a GPU,
     where that check would force a synchronisation, its id is −1 (see `check_drawn`).
 
     The token is the first whose cumulative mass, in order of id and in float64, exceeds u times the whole, where u is
@@ -93,7 +97,7 @@ def sample(
     ids, logprobs, raw_logprobs = draw(logits, processing, seeds, positions)
     if ids.is_cpu and (ids < 0).any():
         row = int((ids < 0).nonzero()[0])
-        raise ValueError(
+        raise NotFinite(
             f"row {row} of {len(ids)} holds no distribution to sample from: {int(logits[row].isnan().sum())} of its "
             f"logits are NaN, the largest is {logits[row].max().item()}; they must stay finite when divided by the "
             "temperature, and one token at least must not be banned; look for weights that are not finite"
@@ -102,10 +106,10 @@ def sample(
 
 
 def check_drawn(ids: np.ndarray) -> None:
-    """Raises ValueError where one of the ids that `sample` gave is −1."""
+    """Raises `NotFinite` where one of the ids that `sample` gave is −1."""
     if (ids < 0).any():
         row = int((ids < 0).nonzero()[0][0])
-        raise ValueError(
+        raise NotFinite(
             f"row {row} of {len(ids)} holds no distribution to sample from; look for weights that are not finite"
         )
 

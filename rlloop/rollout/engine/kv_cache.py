@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.errors import ConfigError
 from rlloop.numerics.layout import RecurrentState
 from rlloop.types import ModelInput
 
@@ -269,7 +270,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # Fresh anonymous pages are zero and cost nothing until they are written, so a large cache starts at once. Zeros
     # matter: a kernel may multiply a masked slot by 0, and 0 x NaN is NaN.
     count = prod(shape)
-    return torch.frombuffer(_fresh_memory(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
+    try:
+        memory = _fresh_memory(count * dtype.itemsize)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"a key-value cache of {shape[0]:,} tokens does not fit in memory: {error}; lower max_cache_tokens (or "
+            "page_size, which it has at least)"
+        ) from error
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def _fresh_memory(size: int) -> mmap.mmap:

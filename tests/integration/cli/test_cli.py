@@ -13,6 +13,7 @@ import pytest
 from rlloop.cli.main import main
 from rlloop.config.run import Launch
 from rlloop.launch import run as launch
+from rlloop.numerics.operators.distribution import NotFinite
 from rlloop.runs import plots
 from rlloop.runs.console import Progress
 from rlloop.runs.folder import read_records
@@ -367,6 +368,19 @@ def test_a_run_that_ends_by_an_error_keeps_the_reason(rlloop, tmp_path, monkeypa
     with pytest.raises((OSError, ValueError)):  # of a pipe: what the test's own output makes of it
         rlloop.train("run.dir=out")
     assert f"stopped: {reason}" in (tmp_path / "out" / "run.log").read_text()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_weights_that_are_no_longer_finite_end_the_run_with_what_to_change(rlloop, tmp_path, monkeypatch):
+    def log(self, step, metrics):
+        if step == 2:
+            raise NotFinite("row 0 of 4 holds no distribution to sample from")
+
+    monkeypatch.setattr(Progress, "log", log)
+    code, said = rlloop.train("run.dir=out")
+    assert (code, "Traceback" in said) == (1, False), said
+    assert "out: training has diverged: row 0 of 4 holds no distribution" in said
+    assert "a lower trainer.lr" in said
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 

@@ -14,7 +14,7 @@ from rlloop import load_model, token_logprobs
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import WEIGHTS, with_stored_adapter
-from rlloop.recipes.custom.data import DataSection, place, read_rows
+from rlloop.recipes.custom.data import DataSection, place, read_files, read_rows
 from rlloop.recipes.custom.streaming import ArrowRows, OnDemand
 from rlloop.recipes.custom.task import Custom
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
@@ -241,6 +241,7 @@ def test_long_prompts_stop_the_run_or_are_left_out(model, tmp_path, capsys):
         (sums(), {"eval_path": "nothing.jsonl"}, "data.eval_path is 'nothing.jsonl', and there is no such file"),
         (sums(), {"overlong": "cut"}, "data.overlong is 'cut'; it must be error or drop"),
         (sums(), {"eval_fraction": 1.5}, "data.eval_fraction is 1.5"),
+        (sums(), {"max_prompt_tokens": "many"}, "data.max_prompt_tokens is 'many'; it must be int"),
         (sums(), {"prompts": 1}, "no key data.prompts"),
         (sums(), {"template": "jinja"}, "template is 'jinja'; it must be auto, chat or raw"),
     ],
@@ -251,12 +252,23 @@ def test_a_mistake_in_the_data_is_named(model, rows, settings, message):
         task(model, path, **settings)
 
 
+def test_a_file_that_may_not_be_read_is_named(model, rows, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(ConfigError, match=r"sums.jsonl' cannot be read: Permission denied"):
+        read_files(str(rows), "data.path")
+
+
 def test_mistakes_stop_the_command_before_it_starts(model, rows, tmp_path, capsys):
     def error(*more: str) -> str:
         assert main(tiny(model, rows, tmp_path / "run", *more)) == 2
         return capsys.readouterr().err
 
     assert "no such file; it must be a JSONL file" in error("data.path=nothing.jsonl")
+    assert "data.path is None; it must name the rows" in error("data.path=null")
+    assert "data.path is ''; it must name the rows" in error("data.path=")
     Path("torn.jsonl").write_text('{"prompt": "1"}\n{"prompt"\n')
     assert "torn.jsonl, line 2, is not JSON" in error("data.path=torn.jsonl")
     bare = tmp_path / "bare"

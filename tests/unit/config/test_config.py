@@ -92,6 +92,10 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("algorithm=grppo", "did you mean grpo?"),
         ("seed=0,1", "add -m"),
         ("seed", "write key=value"),
+        ("=3", "'=3' names no key"),
+        ("model.path=~/model", "the shell leaves ~ as it is after =; write model.path=$HOME/model"),
+        ("run.dir=runs/größe", "quote its value: 'run.dir=\"runs/größe\"'"),
+        ("trainer.lr=null", "'trainer.lr=null': trainer.lr cannot be null"),
         ("hydra.run.dir=x", "has no effect"),
         ("algorithm.loss=???", "algorithm.loss must be given"),
     ],
@@ -101,6 +105,11 @@ def test_what_does_not_compose_is_refused_by_name_in_a_line(override, says):
         configured(override)
     assert says in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_of_a_key_given_twice_the_last_value_is_named():
+    with pytest.raises(ConfigError, match=r"^trainer.lr=fast: Value 'fast'"):
+        configured("trainer.lr=1e-3", "trainer.lr=fast")
 
 
 def test_which_layers_are_recomputed_is_none_all_or_a_number():
@@ -213,7 +222,10 @@ def test_what_is_neither_a_name_nor_a_target_is_refused(override, says):
         ("trainer.betas=[0.9]", "trainer.betas is [0.9]; it must be two numbers"),
         ("rollout.num_prompts=0", "rollout.num_prompts is 0; it must be at least 1"),
         ("rollout.min_tokens=300", "from 0 to rollout.max_tokens (256)"),
-        ("rollout.temperature=0", "greedy completions teach nothing"),
+        ("rollout.temperature=0", "rollout.temperature is 0.0; it must be from 1e-6 to 1e6"),
+        ("rollout.temperature=1e-30", "rollout.temperature is 1e-30; it must be from 1e-6 to 1e6"),
+        ("rollout.top_k=3000000000", "0 (off) or more, below 2**31"),
+        ("eval.temperature=1e30", "0 (greedy), or from 1e-6 to 1e6"),
         ("rollout.top_p=0", "rollout.top_p is 0.0"),
         ("rollout.max_cache_tokens=10", "at least rollout.max_tokens (256)"),
         ("trainer.max_batch_tokens=100", "above rollout.max_tokens (256)"),

@@ -256,6 +256,7 @@ def test_sampling_parameters_of_other_types_are_refused(given, allowed):
         ({"max_batch_tokens": 0}, "max_batch_tokens is 0"),
         ({"max_running": 0}, "max_running is 0"),
         ({"max_cache_tokens": 8}, "max_cache_tokens is 8; it must be at least one page"),
+        ({"max_cache_tokens": 2**50}, "does not fit in memory: .*; lower max_cache_tokens"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(model, settings, message):
