@@ -77,7 +77,7 @@ class Child:
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.name = name
-        self._process = _started(command, environment)
+        self._process = _started(command, environment, subprocess.PIPE)
 
     def wait(self) -> Any:
         """The next value that it tells. Raises `SystemExit` if it ends before."""
@@ -97,7 +97,7 @@ class Child:
 
     def close(self) -> None:
         _kill(self._process)
-        self._process.wait()
+        self._process.communicate()
 
 
 def in_turns(children: Sequence[Child], works: Iterable[str], rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -116,10 +116,13 @@ def in_turns(children: Sequence[Child], works: Iterable[str], rounds: int) -> di
     return found
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str] | None) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
+def _started(
+    command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None = None
+) -> subprocess.Popen[str]:
     environment = {**os.environ, **(environment or {})}
-    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def _kill(child: subprocess.Popen[str]) -> None:

@@ -49,6 +49,7 @@ from rlloop.sync.store import FolderStore
 from rlloop.sync.target import MemoryTarget
 
 LRS = ("1e-6", "1e-5", "3e-4")
+PUBLICATIONS = 60
 BASE = {
     "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -316,7 +317,7 @@ def speed(work: Path, models: list[str], lrs: list[str], seconds: float) -> list
     return figures
 
 
-def publication(model: str, lr: str, states: list[dict[str, Bits]], rounds: int = 60) -> list[Figure]:
+def publication(model: str, lr: str, states: list[dict[str, Bits]]) -> list[Figure]:
     """To a replica that reads the same folder: milliseconds from the weights' being there to their being served.
 
     Forwards and backwards through the run's steps, so that every version is one step's.
@@ -327,7 +328,7 @@ def publication(model: str, lr: str, states: list[dict[str, Bits]], rounds: int 
         key, store = Ed25519PrivateKey.generate(), FolderStore(folder)
         publisher, target = Publisher(store, key, "run"), MemoryTarget()
         replica = Replica(store, key.public_key(), target)
-        for number in range(rounds + 1):
+        for number in range(PUBLICATIONS + 1):
             metrics = publisher.publish(way[number % len(way)], number).metrics
             assert replica.poll(), replica.error
             if number:

@@ -42,6 +42,7 @@ def _mixture(hidden: int, layers: int, heads: int, groups: int, experts: int) ->
 
 QWEN3_06B = _dense(1024, 3072, 28, 16, tied=True)
 QWEN3_MOE = _mixture(1024, 12, 16, 8, experts=64)
+REPLAYS, ROUNDS = 5, 5
 MODELS = {"dense": ("Qwen3 0.6B shape", QWEN3_06B), "moe": ("Qwen3-MoE, 12 layers, 64 experts", QWEN3_MOE)}
 SHAPES = {  # name -> (words for it, config.json)
     "0.6B": MODELS["dense"],
@@ -182,7 +183,7 @@ def save_random(config: Mapping[str, Any], folder: str | Path) -> None:
     subprocess.run([sys.executable, __file__, json.dumps(config), str(folder)], check=True)
 
 
-def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: int = 5) -> list[list[float]]:
+def seconds(works: list[list[Callable[[], object]]]) -> list[list[float]]:
     """Seconds of one call in each round, for each of several ways to do the same work, which take turns.
 
     A way is a list of calls, on different inputs so that none is found in the cache; they are recorded as one graph.
@@ -198,16 +199,16 @@ def seconds(works: list[list[Callable[[], object]]], replays: int = 5, rounds: i
                 call()
         graphs.append(graph)
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for i, (graph, calls) in enumerate(zip(graphs, works, strict=True)):
             graph.replay()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            for _ in range(replays):
+            for _ in range(REPLAYS):
                 graph.replay()
             end.record()
             end.synchronize()
-            times[i].append(begin.elapsed_time(end) / 1000 / replays / len(calls))
+            times[i].append(begin.elapsed_time(end) / 1000 / REPLAYS / len(calls))
     return times
 
 

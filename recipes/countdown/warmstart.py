@@ -99,13 +99,12 @@ class Supervised:
         self.trainer.forward_backward(batch, self._loss)
         self.trainer.optim_step()
 
-    def pass_at_1(self, draws: int, seed: int = 0, temperature: float = 1.0) -> float:
+    def pass_at_1(self, draws: int) -> float:
         """The share of `draws` held-out completions that solve their problem; drawn as the loop's `eval/solved` is."""
         self._engine.set_version(self._engine.policy_version + 1)
         examples = self.task.eval_examples(draws)
         sampling = [
-            SamplingParams(RESPONSE_TOKENS, temperature=temperature, seed=completion_seed(seed, "eval", 0, index, 0))
-            for index in range(draws)
+            SamplingParams(RESPONSE_TOKENS, seed=completion_seed(0, "eval", 0, index, 0)) for index in range(draws)
         ]
         completions = self._engine.generate([example.prompt_ids for example in examples], sampling)
         texts = [self.task.decode(completion.token_ids) for completion in completions]

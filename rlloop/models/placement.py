@@ -33,13 +33,13 @@ def _fault(config: ModelConfig, layout: Layout, trains: bool) -> tuple[str, Layo
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
         return fault, replace(layout, pp=config.num_layers)
     if layout.cp > 1 and not trains:
-        return f"cp is {layout.cp}, and an engine does not split sequences", _without(layout, "cp")
+        return f"cp is {layout.cp}, and an engine does not split sequences", _without_cp(layout)
     if layout.cp > 1 and layout.tp > 1:
-        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", _without(layout, "cp")
+        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", _without_cp(layout)
     if layout.cp > 1 and (config.delta is not None or config.mamba is not None):
-        return f"cp is {layout.cp}, and recurrent layers read tokens one after the other", _without(layout, "cp")
+        return f"cp is {layout.cp}, and recurrent layers read tokens one after the other", _without_cp(layout)
     if layout.cp > 1 and config.latent is not None and config.latent.indexer is not None:
-        return f"cp is {layout.cp}, and an indexer selects among the tokens of one rank", _without(layout, "cp")
+        return f"cp is {layout.cp}, and an indexer selects among the tokens of one rank", _without_cp(layout)
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):
             fault = f"{axis} is {degree}, and ranks split layers of {heads} heads"
@@ -79,5 +79,5 @@ def _heads(config: ModelConfig) -> int:
     return min([config.num_heads, *recurrent])
 
 
-def _without(layout: Layout, axis: str) -> Layout:
-    return replace(layout, **{axis: 1, "ep": 1})
+def _without_cp(layout: Layout) -> Layout:
+    return replace(layout, cp=1, ep=1)

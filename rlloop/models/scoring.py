@@ -175,9 +175,7 @@ class Redrawn:
 
 
 @torch.no_grad()
-def redraw(
-    model: Model, rows: Sequence[ScoreRow], *, replay: bool = False, max_tokens: int | None = None
-) -> list[Redrawn]:
+def redraw(model: Model, rows: Sequence[ScoreRow], *, max_tokens: int | None = None) -> list[Redrawn]:
     """Draw every predicted token of each row again, given the row's tokens before it.
 
     An engine's token is a function of the weights, the tokens before it, `sampling` and (seed, index). So with the
@@ -185,7 +183,7 @@ def redraw(
     distribution by this random number. The turns of a conversation are drawn as their engine drew them. This holds
     under a profile that keeps the contract, whatever else is in the batch.
 
-    `replay` as for `score`; `max_tokens` bounds the tokens of one forward and affects no bits.
+    `max_tokens` bounds the tokens of one forward and affects no bits.
 
     Raises `ConfigError` as `score`, and where a row that predicts anything names no seed.
     """
@@ -193,16 +191,15 @@ def redraw(
     for index, row in enumerate(rows):
         if len(row.predict) and (row.sampling is None or row.sampling.seed is None):
             raise ConfigError(f"sequence {index} names no seed, so its tokens cannot be drawn again")
-    return [drawn for batch in _batches(rows, max_tokens) for drawn in _redraw(model, batch, replay)]
+    return [drawn for batch in _batches(rows, max_tokens) for drawn in _redraw(model, batch)]
 
 
-def _redraw(model: Model, rows: list[ScoreRow], replay: bool) -> list[Redrawn]:
+def _redraw(model: Model, rows: list[ScoreRow]) -> list[Redrawn]:
     used = [row for row in rows if len(row.predict)]
     if not used:
         return [Redrawn(np.zeros(0, np.int64), *[np.zeros(0, np.float32)] * 2) for _ in rows]
-    routes = RoutingRecord(_replayed(model, used) if replay and model.route_shape() is not None else None)
     record = RedrawRecord()
-    logprobs, _ = _score(model, used, routes, record)
+    logprobs, _ = _score(model, used, RoutingRecord(), record)
     cuts = np.cumsum([len(row.predict) for row in rows])[:-1]
     flat = (record.token_ids, logprobs, record.raw_logprobs)
     return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cuts) for x in flat), strict=True)]

@@ -87,10 +87,6 @@ class PackedWeight(torch.Tensor):
             dtype=dtype or self.dtype,
         )  # fmt: skip
 
-    @property
-    def stored_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.codes, self.scales, self.tensor_scale) if x is not None)
-
     def group_scales(self) -> Tensor:
         """[..., N, ceil(K / group)] float32."""
         if self.packing is MXFP4:

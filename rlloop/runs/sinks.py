@@ -240,7 +240,7 @@ class MlflowSink:
 
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
         self._dir, self._metric = run_dir, Metric
-        self._samples, self._every = _Samples(completions, completions_every), completions_every
+        self._samples = _Samples(completions, completions_every)
         self._client = mlflow.MlflowClient(uri)
         existing = self._client.get_experiment_by_name(experiment)
         artifacts = (run_dir / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None

@@ -28,13 +28,13 @@ def refusal(status: int, code: str, message: str, **details: Any) -> JSONRespons
     )
 
 
-async def body_of(request: Request, most: int = MAX_BODY) -> bytes:
-    """The body of a request of at most `most` bytes, for routes with a smaller limit than their server's."""
+async def body_of(request: Request) -> bytes:
+    """The body of a request of at most `MAX_BODY` bytes, for routes with a smaller limit than their server's."""
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
-        if len(content) > most:
-            raise HTTPException(413, f"a request to {request.url.path} may have at most {most} bytes")
+        if len(content) > MAX_BODY:
+            raise HTTPException(413, f"a request to {request.url.path} may have at most {MAX_BODY} bytes")
     return bytes(content)
 
 

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from rlloop.audit import verify
@@ -25,8 +24,9 @@ from rlloop.parity.certificate import find_breaks
 from rlloop.rewards.episode import episode_reward
 from rlloop.runs.folder import RunFolder, read_records
 from rlloop.testing import FakeEngine, FakePolicy, FakeScorer, FakeTrainer
-from rlloop.types import Example, Recomputed
+from rlloop.types import Example
 from tests.support import loop_run
+from tests.support.fake_history import History
 from tests.support.talks import Countdown, TalkTask
 
 STEPS, PROMPTS, GROUP = 6, 4, 3
@@ -76,38 +76,6 @@ class Task(TalkTask):
         made = super()._example(name, index)
         late = self.late if name in LATE else 0
         return dataclasses.replace(made, data={**made.data, "turns": 2, "late": late})
-
-
-class History:
-    """The policy's distribution at each version."""
-
-    def __init__(self, policy: FakePolicy) -> None:
-        self.policy, self.logits = policy, {}
-
-    def remember(self, version: int) -> None:
-        self.logits[version] = self.policy.logits.tolist()
-
-    def recompute(self, samples):
-        found = []
-        for sample in samples:
-            arrays = []
-            for version in sample.completion.token_versions:
-                past = FakePolicy(self.policy.vocabulary)
-                past.logits = np.array(self.logits[int(version)])
-                each = FakeTrainer(past).recompute([sample])
-                arrays.append((each.logprobs[0], each.redrawn[0]))
-            logprobs, redrawn = (
-                np.array([fields[i][at] for at, fields in enumerate(arrays)], kind)
-                for i, kind in ((0, np.float32), (1, np.int64))
-            )
-            found.append((logprobs, logprobs, redrawn))
-        return Recomputed(*zip(*found, strict=True))
-
-    def save(self, folder) -> None:
-        (folder / "history.json").write_text(json.dumps(self.logits))
-
-    def restore(self, folder) -> None:
-        self.logits = {int(key): value for key, value in json.loads((folder / "history.json").read_text()).items()}
 
 
 class Sync:

@@ -7,7 +7,6 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from rlloop.audit import verify
@@ -22,8 +21,8 @@ from rlloop.parity.certificate import Certificate, comparison_of
 from rlloop.parity.monitor import ParityMonitor
 from rlloop.runs.folder import RunFolder, read_records, read_rollouts, rollout_files
 from rlloop.testing import FakeEngine, FakePolicy, FakeTrainer, fake_parts
-from rlloop.types import Recomputed
 from tests.support import loop_run
+from tests.support.fake_history import History
 
 
 def config(lag: int, **algorithm) -> RunConfig:
@@ -36,31 +35,6 @@ def config(lag: int, **algorithm) -> RunConfig:
         eval=EvalConfig(every=4, num_draws=8),
         checkpoint=CheckpointConfig(every=3),
     )
-
-
-class History:
-    """The policy's distribution at each version."""
-
-    def __init__(self, policy: FakePolicy) -> None:
-        self.policy, self.logits = policy, {}
-
-    def remember(self, version: int) -> None:
-        self.logits[version] = self.policy.logits.tolist()
-
-    def recompute(self, samples):
-        found = []
-        for sample in samples:
-            past = FakePolicy(self.policy.vocabulary)
-            past.logits = np.array(self.logits[sample.completion.policy_version])
-            each = FakeTrainer(past).recompute([sample])
-            found.append((each.logprobs[0], each.raw_logprobs[0], each.redrawn[0]))
-        return Recomputed(*zip(*found, strict=True))
-
-    def save(self, folder) -> None:
-        (folder / "history.json").write_text(json.dumps(self.logits))
-
-    def restore(self, folder) -> None:
-        self.logits = {int(key): value for key, value in json.loads((folder / "history.json").read_text()).items()}
 
 
 class Sync:

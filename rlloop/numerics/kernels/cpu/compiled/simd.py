@@ -42,10 +42,6 @@ class _Model(models.PrimitiveModel):
         super().__init__(manager, front_end_type, _VECTOR)
 
 
-def _constant(value: float) -> ir.Constant:
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
 def emit_address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, lanes: int = LANES) -> Any:
     data = cgutils.create_struct_proxy(array_type)(context, builder, value=array).data
     address = builder.gep(data, [index])
