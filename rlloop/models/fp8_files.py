@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from rlloop.errors import ModelError
+from rlloop.models.checkpoint_names import module_name
 from rlloop.models.fp8 import is_quantised
 from rlloop.models.layers import Linear
 from rlloop.models.parameters import ParameterStore
@@ -30,7 +31,7 @@ def save_fp8(model: Model, path: str | Path) -> None:
     stored = store.as_stored()
     write_single(folder, {name: tensor for name, tensor in stored.items() if name not in store.aliases})
     plain = [
-        name
+        module_name(name, model.config.architecture)
         for name, module in model.named_modules()
         if isinstance(module, Linear) and not isinstance(module.weight, Fp8Weight)
     ]

@@ -1,5 +1,7 @@
 """quantize=fp8: engine and trainer have the same bits, through updates, publications and checkpoints."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ from rlloop.parallel.layout import Layout
 from rlloop.sync.bundle import BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
+from tests.support.image_models import make_image_checkpoint
 from tests.support.packed_models import make_packed
 from tests.support.rank_updates import DENSE, INDEXED, MIXTURE
 from tests.support.samples import as_sample, different
@@ -166,3 +169,10 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):
     model = load_model(folder, quantize="fp8")
     with pytest.raises(ConfigError, match="adapters cannot be added"):
         Engine(model, adapter_slots=2).load_adapter("a", tmp_path)
+
+
+def test_a_folder_in_8_bits_names_its_plain_modules_as_transformers_does(tmp_path):
+    make_image_checkpoint(tmp_path / "base", dtype=torch.bfloat16)
+    save_fp8(load_model(tmp_path / "base", dtype="bfloat16", quantize="fp8"), tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "model.visual.blocks.0.attn.qkv" in config["quantization_config"]["modules_to_not_convert"]
