@@ -50,7 +50,7 @@ class GRPO:
         or a file that `data.path` reads. Without `eval_dataset` a tenth of the rows is held out. `overrides`: keys of
         the configuration, as for `rlloop.train`; `algorithm="dapo"` is another algorithm.
         """
-        functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        functions: list[Any] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
         self.reward = BatchRewards(functions, reward_weights)
         self.callbacks, self.overrides = callbacks, dict(overrides)
         data = {"path": _file_of(train_dataset, "train_dataset")}
