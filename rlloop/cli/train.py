@@ -92,7 +92,7 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
     """All jobs of a sweep, composed and checked before the first one starts."""
     from rlloop.launch.compose import as_container, build, compose_recipe
 
-    default = Path("runs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    default = Path("runs") / _run_name(recipe) / time.strftime("%Y-%m-%d_%H-%M-%S")
     checked = []
     for name, overrides in sweep:
         composed = compose_recipe(recipe, overrides)
@@ -110,6 +110,14 @@ def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]
     return [Job(*fields) for fields in checked]
 
 
+def _run_name(recipe: str) -> str:
+    """The recipe's name; of a file its own, or its folder's if it is a config.yaml."""
+    file = Path(recipe).absolute()
+    if file.suffix not in (".yaml", ".yml"):
+        return recipe
+    return file.parent.name if file.stem == "config" else file.stem
+
+
 def _quoted(folder: Path) -> str:
     """A folder as an override's value: quoted if its name has more than plain letters, as those of a multirun have."""
     return str(folder) if re.fullmatch(r"[\w./-]+", str(folder), re.ASCII) else f'"{folder}"'
@@ -117,11 +125,10 @@ def _quoted(folder: Path) -> str:
 
 def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
     """Run jobs one after the other. After a failed one the next ones still run; an interrupt ends the sweep."""
-    from rich.console import Console
-
     from rlloop.launch.run import INTERRUPTED, train
+    from rlloop.runs.console import Output
 
-    console = Console()
+    console = Output()
     code = 0
     for index, job in enumerate(jobs, start=1):
         if len(jobs) > 1:

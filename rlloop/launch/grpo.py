@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -51,7 +50,7 @@ class GRPO:
         or a file that `data.path` reads. Without `eval_dataset` a tenth of the rows is held out. `overrides`: keys of
         the configuration, as for `rlloop.train`; `algorithm="dapo"` is another algorithm.
         """
-        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        functions: list[Any] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
         self.reward = BatchRewards(functions, reward_weights)
         self.callbacks, self.overrides = callbacks, dict(overrides)
         data = {"path": _file_of(train_dataset, "train_dataset")}
@@ -103,18 +102,18 @@ class BatchRewards:
         ]
         return [self._result(each) for each in zip(*values, strict=True)]
 
-    def _result(self, values: Sequence[float]) -> RewardResult:
-        total = sum(weight * value for weight, value in zip(self.weights, values, strict=True) if not math.isnan(value))
-        known = {name: value for name, value in zip(self.names, values, strict=True) if not math.isnan(value)}
+    def _result(self, values: Sequence[float | None]) -> RewardResult:
+        total = sum(weight * value for weight, value in zip(self.weights, values, strict=True) if value is not None)
+        known = {name: value for name, value in zip(self.names, values, strict=True) if value is not None}
         return RewardResult(total, total >= 1.0, known if len(self.names) > 1 else {})
 
 
-def _values(function: RewardFunction, name: str, arguments: Mapping[str, Any], count: int) -> list[float]:
-    """The function's values; NaN where it returns None, which leaves that completion out of it."""
+def _values(function: RewardFunction, name: str, arguments: Mapping[str, Any], count: int) -> list[float | None]:
+    """The function's values; None leaves that completion out of it. NaN rejects the completion, as of any reward."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     results = function(**{key: value for key, value in arguments.items() if takes_any or key in parameters})
-    values = [math.nan if value is None else float(value) for value in results]
+    values = [None if value is None else float(value) for value in results]
     if len(values) != count:
         raise ValueError(f"{name} returned {len(values)} values for {count} completions")
     return values
@@ -124,6 +123,9 @@ def _file_of(rows: str | Path | Iterable[Mapping[str, Any]], name: str) -> str:
     """The path of a file of rows; rows in memory are written to the cache, under a digest of their content."""
     if isinstance(rows, str | Path):
         return str(rows)
+    rows = [] if rows is None else list(rows)
+    if odd := [row for row in rows if not isinstance(row, Mapping)]:
+        raise ConfigError(f"{name} has the row {odd[0]!r:.80}; give dictionaries, such as {{'prompt': 'Say 1.'}}")
     try:
         content = b"".join(msgspec.json.encode(dict(row)) + b"\n" for row in rows)
     except (TypeError, ValueError, NotImplementedError) as error:

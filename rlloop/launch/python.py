@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from omegaconf import open_dict
-from rich.console import Console
 
 from rlloop.errors import ConfigError
 from rlloop.launch.callbacks import check_callbacks
@@ -20,6 +19,7 @@ from rlloop.launch.compose import as_container, build, compose_recipe, is_free
 from rlloop.launch.run import INTERRUPTED, Job
 from rlloop.launch.run import train as run_job
 from rlloop.loop.own import Run
+from rlloop.runs.console import Output
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
     checked.run.dir = composed.run.dir = str(folder)
     again = f"the same call, with run={{'dir': {str(folder)!r}}}"
     job = Job(name, checked, as_container(composed), folder, again, function, tuple(callbacks))
-    if run_job(job, Console(quiet=quiet)) == INTERRUPTED:
+    if run_job(job, Output(quiet=quiet)) == INTERRUPTED:
         raise KeyboardInterrupt
     return Run(folder)
 
@@ -79,6 +79,8 @@ def name_of(function: Callable[..., Any]) -> str:
 @contextmanager
 def _recipe(config: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """The run's name, a recipe that `compose_recipe` finds, and settings to put over it."""
+    if not isinstance(config, str | Path | Mapping):
+        raise ConfigError(f"config is {config!r}; it must be a recipe's name, a YAML file or a dictionary")
     if not isinstance(config, Mapping):
         file = Path(config)
         yield (file.stem if file.suffix in (".yaml", ".yml") else str(config)), str(config), {}

@@ -146,6 +146,10 @@ def token_logprobs(
         model = model.with_adapter(adapter)
     if sampling is None:
         sampling = [None] * len(sequences)
+    if isinstance(sampling, SamplingParams):
+        raise ConfigError("sampling is one SamplingParams; give a list, one for each sequence, or None")
+    if odd := [pair for pair in sequences if not isinstance(pair, tuple | list) or len(pair) != 2]:
+        raise ConfigError(f"sequences holds {odd[0]!r:.80}; each must be a pair (prompt, completion_ids)")
     if len(sampling) != len(sequences):
         raise ConfigError(
             f"sampling has {len(sampling)} entries for {len(sequences)} sequences; give one each, or None"

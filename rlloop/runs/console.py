@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from errno import EPIPE
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,14 @@ from rich.text import Text
 
 PLAIN_EVERY = 2.0  # seconds between plain lines, except for evaluations
 LIVE_EVERY = 0.1  # seconds between updates of the panel
+
+
+class Output(Console):
+    """The console of a run, for which closed output, as by `| head`, is an error to record: rich's own exits."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError(EPIPE, "the output was closed")
 
 
 class Progress:

@@ -101,6 +101,14 @@ def test_a_run_leaves_its_folder_a_picture_and_a_summary(rlloop, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"recipes", "out"}  # no folder of Hydra's
 
 
+def test_the_default_folder_of_a_files_run_has_its_name(rlloop, tmp_path):
+    recipe = tmp_path / "recipes" / "toy" / "config.yaml"
+    (recipe.parent / "other.yaml").write_text(recipe.read_text())
+    assert rlloop("train", str(recipe))[0] == 0
+    assert rlloop("train", "recipes/toy/other.yaml")[0] == 0
+    assert {path.parent.parent.name for path in tmp_path.glob("runs/*/*/config.yaml")} == {"toy", "other"}
+
+
 def test_the_default_folder_is_runs_recipe_time(rlloop, tmp_path):
     assert rlloop.train()[0] == 0
     [run] = (tmp_path / "runs" / "toy").iterdir()

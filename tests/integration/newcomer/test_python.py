@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import rlloop
 from rlloop.audit import Extent, verify
 from rlloop.cli.main import main
 from rlloop.dashboard.runs import Run as Shown
+from rlloop.launch.grpo import BatchRewards
 from rlloop.recipes.custom.tiny import write_tiny
 from tests.support import tampering
 
@@ -116,11 +118,22 @@ def test_grpo_takes_rewards_of_trl_and_rows_in_memory(place: Path) -> None:
     assert first["reward"] == pytest.approx(2 * first["components"]["share"] + first["components"]["short"])
     assert second["components"].keys() == {"share"}
     assert run.columns("parity/tokens_different")["parity/tokens_different"][1:] == [0, 0, 0]
-    for wrong, message in (([], "function"), ([share, 3], "function")):
+    for wrong, message in (([], "function"), ([share, 3], "function"), (None, "function")):
         with pytest.raises(rlloop.ConfigError, match=message):
             rlloop.GRPO(place / "model", wrong, ROWS)
-    with pytest.raises(rlloop.ConfigError, match="has no rows"):
-        rlloop.GRPO(place / "model", share, [])
+    for rows, message in (([], "has no rows"), (None, "has no rows"), (["a"], "the row 'a'; give dictionaries")):
+        with pytest.raises(rlloop.ConfigError, match=message):
+            rlloop.GRPO(place / "model", share, rows)
+    with pytest.raises(rlloop.ConfigError, match="config is None; it must be a recipe's name"):
+        rlloop.train(None)
+
+
+def test_of_a_reward_of_trl_nan_rejects_a_completion_and_none_leaves_it_out() -> None:
+    examples = [rlloop.Example(name, [1], "a", {}) for name in ("0", "1")]
+    reward = BatchRewards([lambda completions: [math.nan, None], lambda completions: [1.0, 1.0]])
+    first, second = reward(["a", "a"], ["b", "c"], examples)
+    assert math.isnan(first.reward)
+    assert second.reward == 1.0
 
 
 def test_parity_of_a_run_and_a_checkpoint_is_of_the_same_weights_or_says_so(place: Path, tmp_path, capsys) -> None:

@@ -120,6 +120,8 @@ def test_sequences_without_a_token_to_score(model: Model) -> None:
         (([-1], [5]), None, "sequence 1 has token id -1"),
         (([5], [6] * 256), None, "sequence 1 has 257 tokens; the model has 256 positions"),
         (([5], [6]), [None], "sampling has 1 entries for 2 sequences"),
+        (([5], [6]), SamplingParams(max_tokens=1), "give a list, one for each sequence"),
+        (5, None, r"sequences holds 5; each must be a pair \(prompt, completion_ids\)"),
         (([5], [6]), [None, SamplingParams(max_tokens=1, stop_token_ids=(300,))], "sequence 1 has token id 300"),
     ],
 )

@@ -1,9 +1,10 @@
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from rlloop.runs.console import Progress, clock, print_summary, short
+from rlloop.runs.console import Output, Progress, clock, print_summary, short
 from rlloop.runs.folder import summarize
 
 STEP = {
@@ -22,6 +23,18 @@ def plain(width: int = 200) -> Console:
 def said(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_closed_output_is_an_error_that_a_run_can_record(monkeypatch):
+    def closed(text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    file = io.StringIO()
+    monkeypatch.setattr(file, "write", closed)
+    console = Output(file=file)
+    with pytest.raises(BrokenPipeError):
+        console.print("step 1")
+    console.print("step 2")  # what follows is dropped
 
 
 def test_plain_lines_where_there_is_no_terminal():
