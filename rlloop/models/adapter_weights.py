@@ -171,7 +171,12 @@ def scaled(up: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def fresh_weights(targets: Mapping[str, Target], rank: int, alpha: float, seed: int) -> AdapterWeights:
-    """A new adapter: A uniform in ± 1 / sqrt(K), as PEFT has it, and B = 0, so that it computes what the base does."""
+    """A new adapter: A uniform in ± 1 / sqrt(K), as PEFT has it, and B = 0, so that it computes what the base does.
+
+    Raises `ConfigError` for a rank above the model's widest projection, which could add nothing."""
+    widest = max((max(target.inputs, target.outputs) for target in targets.values()), default=rank)
+    if rank > widest:
+        raise ConfigError(f"the adapter's rank is {rank}; it must be at most {widest}, the model's widest projection")
     generator, factors = torch.Generator().manual_seed(seed), {}
     for name, target in targets.items():
         down, up = target.shapes(rank)

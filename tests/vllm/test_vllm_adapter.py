@@ -24,7 +24,7 @@ def test_it_samples_the_trainers_bits_while_the_adapter_trains(tmp_path):
     base = load_model(tmp_path / "base", dtype="bfloat16")
     model = with_lora(base, LoraSection(rank=4, targets=["all-linear", "lm_head"]), 0)
     trainer, embedded = Trainer(model, TrainerConfig(lr=3e-2, max_batch_tokens=400)), Engine(model)
-    engine = VllmEngine(model, max_batch_tokens=64, max_running=32, max_cache_tokens=400)
+    engine = VllmEngine(model, max_batch_tokens=64, max_running=32, max_cache_tokens=400, adapter_slots=1)
     prompts, sampling = traffic(12)
     seen = []
     for version in range(3):
@@ -36,6 +36,9 @@ def test_it_samples_the_trainers_bits_while_the_adapter_trains(tmp_path):
         assert different(samples, list(trainer.forward_backward(samples, get_loss("grpo")).logprobs)) == 0
         trainer.optim_step()
         seen.append(bits(made))
+    engine.add_adapter("a", random_adapter(model, 9, targets=("all-linear",)))
+    with pytest.raises(ConfigError, match="takes the only slot; give the engine adapter_slots=2 or more"):
+        engine.generate(prompts[:1], sampling[:1], adapters="a")
     engine.close()
     assert seen[0] != seen[1] != seen[2]
     assert bits(Engine(base).generate(prompts, sampling)) == seen[0]  # B was 0

@@ -274,8 +274,11 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     def _accept(
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None
     ) -> None:
+        named = self._adapters.named(adapter)
+        if named is not None and self._adapters.slots <= self._adapters.own:
+            raise ConfigError("the adapter in training takes the only slot; give the engine adapter_slots=2 or more")
         self.wake_up()
-        request = _Request(id, prompt.token_ids, sampling, self._adapters.named(adapter))
+        request = _Request(id, prompt.token_ids, sampling, named)
         self._requests[str(id)] = self._held[str(id)] = request
         self._admit()
 

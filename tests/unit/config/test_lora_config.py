@@ -77,3 +77,8 @@ def test_targets_and_the_adapter_to_start_from(tmp_path):
     assert all(parameter.any() for parameter in started.adapter.named_parameters().values())
     with pytest.raises(ConfigError, match=r"model.lora.path has rank 4, alpha 8 .* model.lora says rank 8"):
         with_lora(model, LoraSection(rank=8, alpha=8.0, path=str(tmp_path / "adapter")), 0)
+
+
+def test_a_rank_beyond_every_projection():
+    with pytest.raises(ConfigError, match=r"the adapter's rank is 1000000; it must be at most \d+, the model's widest"):
+        with_lora(tiny_qwen3(), LoraSection(rank=1_000_000), 0)
