@@ -258,19 +258,52 @@ def _size(name: str, args: list[Any], kwargs: dict[str, Any]) -> int:
     largest = max((each.numel() for each in tensors), default=0)
     if name in SIZED:  # the sizes begin at this argument
         of = args[SIZED[name] :] if name != "full" else args[:1]
-        sizes = [max(value, 1) for value in _flat([*of, kwargs.get("size", ())]) if isinstance(value, int)]
+        named = [kwargs.get("size", ()), kwargs.get("repeats", ())]
+        sizes = [max(value, 1) for value in _flat([*of, *named]) if isinstance(value, int)]
         return math.prod(sizes) * (largest if name in ("repeat", "expand") else 1)
     if name == "arange":
-        begin, end, step = (*args, 1)[:3] if len(args) > 1 else (0, *args, 1)
+        names = ("start", "end", "step") if len(args) > 1 or "end" in kwargs else ("end",)
+        given = {"start": 0, "end": 0, "step": 1, **dict(zip(names, args, strict=False)), **kwargs}
+        begin, end, step = given["start"], given["end"], given["step"]
         return int(min(abs(float(end) - float(begin)) / max(abs(float(step)), 1e-9), 2**62))
     if name in ("cat", "concat", "stack"):
-        return sum(value.numel() for value in _flat(args) if isinstance(value, Tensor))
+        return sum(value.numel() for value in _flat([*args, *kwargs.values()]) if isinstance(value, Tensor))
+    if name == "getitem" and isinstance(args[0], Tensor):
+        return _selected(args[0], args[1])
+    if name == "index_select":
+        of, dim, index = (*args, *(kwargs[key] for key in ("input", "dim", "index") if key in kwargs))
+        return _selected(of, (*[slice(None)] * (dim % max(of.ndim, 1)), index))
     if name == "outer":
         return math.prod(each.numel() for each in tensors)
     try:
         return max(largest, math.prod(torch.broadcast_shapes(*(each.shape for each in tensors))))
     except RuntimeError:
         return largest  # indices, lists of shapes: none is larger than the largest
+
+
+def _selected(of: Tensor, key: Any) -> int:
+    """An upper bound of the elements of `of[key]`: indices that are tensors or lists may name an element many times."""
+    entries = key if isinstance(key, tuple) else (key,)
+    at, rest, shapes = 0, of.numel(), list[tuple[int, ...]]()
+    for each in entries:
+        if each is ...:
+            at += of.ndim - sum(_indexed(other) for other in entries)
+            continue
+        dims = _indexed(each)
+        if isinstance(each, (Tensor, list)):
+            indexed = math.prod(of.shape[at : at + dims])
+            rest //= max(indexed, 1)
+            masks = isinstance(each, Tensor) and each.dtype == torch.bool
+            shapes.append((indexed,) if masks else tuple(torch.as_tensor(each).shape))
+        at += dims
+    return rest * math.prod(torch.broadcast_shapes(*shapes))
+
+
+def _indexed(entry: Any) -> int:
+    """The number of dimensions that an entry of an index stands for."""
+    if isinstance(entry, Tensor) and entry.dtype == torch.bool:
+        return entry.ndim
+    return int(entry is not None and entry is not ... and not isinstance(entry, bool))
 
 
 def _flat(value: Any) -> list[Any]:

@@ -182,6 +182,38 @@ def spread(logprobs, advantages):
     return logprobs.unsqueeze(0).expand(1 << 30, -1).sum(), {}
 
 
+def counted(logprobs, advantages):
+    return logprobs.sum() * torch.arange(0, logprobs.numel(), step=1e-9).sum(), {}
+
+
+def ended(logprobs, advantages):
+    return logprobs.sum() * torch.arange(logprobs.numel(), end=1 << 30).sum(), {}
+
+
+def repeated(logprobs, advantages):
+    return logprobs.repeat(repeats=[1 << 30]).sum(), {}
+
+
+def joined(logprobs, advantages):
+    wide = torch.zeros_like(logprobs).new_ones((1 << 20,))
+    return logprobs.sum() * torch.cat(tensors=[wide] * 100).sum(), {}
+
+
+def chosen(logprobs, advantages):
+    rows = torch.zeros_like(advantages).new_ones((1 << 12, 1 << 8))
+    return logprobs.sum() * rows[torch.zeros_like(rows)[:, 0].long().repeat(1 << 8)].sum(), {}
+
+
+def crossed(logprobs, advantages):
+    at = torch.zeros_like(advantages).new_zeros((1 << 14,)).long()
+    return logprobs[(at.unsqueeze(0), ...)].sum() + logprobs.unsqueeze(0)[at.unsqueeze(0), at.unsqueeze(1)].sum(), {}
+
+
+def selected(logprobs, advantages):
+    rows = torch.zeros_like(advantages).new_ones((1 << 10, 1 << 12))
+    return logprobs.sum() * rows.index_select(-1, index=torch.zeros_like(rows).flatten().long()).sum(), {}
+
+
 def powers(logprobs, advantages):
     count = logprobs.numel()
     for _ in range(40):
@@ -197,11 +229,34 @@ def unequal(logprobs, advantages):
     return (logprobs[1:] + advantages).sum(), {}
 
 
+def indexed(logprobs, advantages):
+    rows = torch.stack([logprobs, advantages], dim=1)
+    at = torch.arange(start=0, end=logprobs.numel(), step=2)
+    parts = [rows[..., at % 2], rows[None, at, 1], rows[advantages > 0], rows[at, at % 2], rows[[0, 3]], rows[1:, 0]]
+    return torch.cat(tensors=[part.flatten() for part in parts]).sum() + logprobs.index_select(0, at).sum(), {}
+
+
+def test_elements_are_chosen_by_index():
+    loss, gradient, _ = loss_of(indexed).evaluate(LOGPROBS, {"advantages": ADVANTAGES})
+    leaf = LOGPROBS.clone().requires_grad_()
+    expected = indexed(leaf, ADVANTAGES)[0]
+    expected.backward()
+    assert loss == expected.item()
+    assert torch.equal(gradient, leaf.grad)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (large, "new_ones makes more than the"),
         (spread, "expand makes more than the"),
+        (counted, "arange makes more than the"),
+        (ended, "arange makes more than the"),
+        (repeated, "repeat makes more than the"),
+        (joined, "cat makes more than the"),
+        (chosen, "getitem makes more than the"),
+        (crossed, "getitem makes more than the"),
+        (selected, "index_select makes more than the"),
         (powers, "a whole number above"),
         (vector, r"returned a tensor \[4\]"),
         (unequal, "operator.add .* failed on this datum"),
