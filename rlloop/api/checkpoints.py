@@ -118,7 +118,7 @@ class Checkpoints:
         if not target.startswith(prefix) or not expires.isdecimal() or int(expires[:12]) < time.time():
             return False
         signature = self._signature(target.removeprefix(prefix), int(expires[:12]))
-        return hmac.compare_digest(signature, request.query_params.get("signature", ""))
+        return hmac.compare_digest(signature.encode(), request.query_params.get("signature", "").encode())
 
     def _signature(self, target: str, expires: int) -> str:
         return hmac.new(self._secret, f"{expires} {target}".encode(), hashlib.sha256).hexdigest()

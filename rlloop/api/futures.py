@@ -34,6 +34,7 @@ class Future:
     client: str  # the owner's name
     kind: str
     nbytes: int
+    digest: bytes = b""  # of a sample's request
     outcome: Outcome | None = None
     cancelled: bool = False
     submitted: float = field(default_factory=time.monotonic)
@@ -60,9 +61,9 @@ class Futures:
         future = self._all.get(request_id)
         return future if future is not None and future.client == client else None
 
-    def add(self, request_id: str, client: str, kind: str, nbytes: int) -> Future:
+    def add(self, request_id: str, client: str, kind: str, nbytes: int, digest: bytes = b"") -> Future:
         assert request_id not in self._all, request_id
-        future = self._all[request_id] = Future(request_id, client, kind, nbytes)
+        future = self._all[request_id] = Future(request_id, client, kind, nbytes, digest)
         load = self._loads.setdefault(client, _Load())
         load.futures += 1
         load.nbytes += nbytes

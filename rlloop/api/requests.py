@@ -169,14 +169,19 @@ class Tensor(Body):
         dtype = {"float32": np.float32, "int64": np.int64}.get(self.dtype)
         if dtype is None:
             raise ConfigError(f"{where} has dtype {self.dtype!r}; float32 and int64 are possible")
-        values = np.asarray(self.data, dtype)
-        if self.sparse_crow_indices is not None:
+        try:
+            values = np.asarray(self.data, dtype)
             rows, columns = (np.asarray(indices or [], np.int64) for indices in
                              (self.sparse_crow_indices, self.sparse_col_indices))  # fmt: skip
+        except OverflowError:
+            raise ConfigError(
+                f"{where} has a number that does not fit {self.dtype}, or an index beyond int64"
+            ) from None
+        if self.sparse_crow_indices is not None:
             return dense_of(where, values, rows, columns, shape=self.shape or (), fill=fill)
         try:
             return values if self.shape is None else values.reshape(self.shape)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ConfigError(f"{where} has {values.size} elements, which do not fit its shape {self.shape}") from None
 
 

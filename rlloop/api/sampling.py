@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -94,11 +95,13 @@ class Samples:
         names = sequence_ids(request_id, body.num_samples)
         future = self.core.futures.get(request_id, self.client)
         if future is not None:
+            if future.digest != _digest(raw):
+                raise Refused(422, f"request {seq_id} of {session.id} came before, with another content")
             if request_id in self._durable:
                 await asyncio.shield(self._durable[request_id])
             return future, names
         self.core.admit(self.client, len(raw))
-        future = self.core.futures.add(request_id, self.client, "asample", len(raw))
+        future = self.core.futures.add(request_id, self.client, "asample", len(raw), _digest(raw))
         durable = self._durable[request_id] = asyncio.get_running_loop().create_future()
         number, self._count = self._count, self._count + 1
         try:
@@ -179,7 +182,8 @@ class Samples:
             request_id = f"{session.id}:{body.seq_id}"
             if self.core.futures.get(request_id, self.client) is not None:
                 continue
-            future = self.core.futures.add(request_id, self.client, "asample", len(command.body))
+            size, digest = len(command.body), _digest(command.body)
+            future = self.core.futures.add(request_id, self.client, "asample", size, digest)
             known = results.get(command.seq_id)
             if known is None:
                 self.core.task(self._run(session, command.seq_id, body.seq_id, body, future))
@@ -206,6 +210,10 @@ class Samples:
             self.core.service.restore_sequence(
                 name, prompt, tokens.tolist(), logprobs, sampler=self._sampler_of(session)
             )
+
+
+def _digest(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw, digest_size=16).digest()
 
 
 def sequence_ids(request_id: str, count: int) -> list[str]:

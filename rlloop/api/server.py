@@ -226,6 +226,8 @@ class ApiServer:
     async def _save_for_sampler(self, request: Request, client: Client, body: bytes) -> Response:
         asked = decoded(body, requests.SaveForSampler)
         session, _ = self.sessions.model(asked.model_id, client)
+        if asked.path is not None and asked.sampling_session_seq_id is not None:
+            raise Refused(422, "save_weights_for_sampler has a path and a sampling_session_seq_id; give one of the two")
         if asked.path is None and asked.sampling_session_seq_id is not None:
             name = self.core.settings.model_name
             target = Target(name, model_id=asked.model_id, inflight=asked.kind == "inflight")

@@ -10,6 +10,7 @@ SESSIONS/ID/models/N/             the command log of a model
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ from rlloop.api.sampling import Samples, SamplingSession, Target
 from rlloop.errors import ConfigError, RunError
 
 ENDED = "ended"  # a file in the folder of a model that its client has dropped
+NUMBERS = 1 << 20  # that models of a session may have
+SAMPLING_NUMBERS = 1 << 63
+NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 class Card(msgspec.Struct):
@@ -56,8 +60,10 @@ class Session:
     async def create_model(self, number: int, kind: str, key: str, body: bytes) -> str:
         """Log and begin the command that makes model `number`; returns its future's id. Raises `Refused`."""
         if number not in self.models:
-            if not 0 <= number < 1 << 20:
-                raise Refused(422, f"model_seq_id is {number}; it counts from 0")
+            if not 0 <= number < NUMBERS:
+                raise Refused(422, f"model_seq_id is {number!s:.20}; it counts from 0, up to {NUMBERS - 1}")
+            if (self.folder / "models" / str(number) / ENDED).exists():
+                raise Refused(410, f"model {number} of session {self.id} was unloaded; give the new one another number")
             quota = self.core.settings.quota.models
             if sum(len(session.models) for session in self._all.of(self.card.client)) >= quota:
                 raise Refused(
@@ -103,11 +109,16 @@ class Session:
         return session
 
     def expect_sampling(self, number: int, target: Target) -> None:
-        """A sampling session whose weights a command that has been logged will freeze."""
-        if number not in self.sampling:
+        """A sampling session whose weights a command that is about to be logged will freeze. Raises `Refused`."""
+        known = self.sampling.get(number)
+        if known is None:
             self._add_sampling(number, target)
+        elif known.target != target:
+            raise Refused(422, f"sampling session {number} was created before, with another model")
 
     def _add_sampling(self, number: int, target: Target) -> SamplingSession:
+        if not 0 <= number < SAMPLING_NUMBERS:
+            raise Refused(422, f"sampling_session_seq_id is {number!s:.20}; it counts from 0")
         folder = self.folder / "samplers"
         folder.mkdir(exist_ok=True)
         write_json(folder / f"{number}.json", target)
@@ -248,17 +259,17 @@ class Sessions:
     def model(self, model_id: str, client: Client) -> tuple[Session, Trained]:
         """Raises `Refused`."""
         session = self.find(session_of(model_id), client)
-        number = model_id.rpartition(":")[2]
-        model = session.models.get(int(number)) if number.isdecimal() else None
+        number = numbered(model_id)
+        model = None if number is None else session.models.get(number)
         if model is None:
             raise Refused(404, f"there is no model {model_id!r} in session {session.id}")
         return session, model
 
     def sampling(self, sampling_id: str, client: Client) -> tuple[Session, SamplingSession]:
         """Raises `Refused`."""
-        session_id, _, number = sampling_id.rpartition(":sample:")
-        session = self.find(session_id, client)
-        sampling = session.sampling.get(int(number)) if number.isdecimal() else None
+        session = self.find(sampling_id.rpartition(":sample:")[0], client)
+        number = numbered(sampling_id)
+        sampling = None if number is None else session.sampling.get(number)
         if sampling is None:
             raise Refused(404, f"there is no sampling session {sampling_id!r}")
         return session, sampling
@@ -309,6 +320,12 @@ class Sessions:
         limit = time.monotonic() - self.core.settings.idle_seconds
         for session in [each for each in self if each.seen < limit]:
             self.end(session, f"no heartbeat for {self.core.settings.idle_seconds:g} seconds")
+
+
+def numbered(id: str) -> int | None:
+    """The number that the id of a model or sampling session ends in; None where it is not written as ids are."""
+    number = id.rpartition(":")[2]
+    return int(number) if NUMBER.fullmatch(number) else None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,6 +1,7 @@
 """The training API's server over HTTP, on a service without a model: order, repetition, limits, keys, restarts."""
 
 import re
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def api(served):
-    return Api(served[0].url)
+    return Api(served[0].url, f"tml-{secrets.token_hex(8)}")  # a key has a quota of models
 
 
 def test_parts_of_a_call_are_executed_in_order_however_they_come(served, api):
@@ -129,6 +130,75 @@ def test_a_wrong_number_or_content_type_is_refused(api):
     assert "next one" in api.forward_backward_([[1, 2]], seq_id=9999).json()["error"]
     assert api.http.post("forward_backward", content=b"x").status_code == 415
     assert api.http.post("forward_backward", content=b"\x0a\xff", headers=PROTOBUF).status_code == 422
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "٠", "00", "-0", ""])
+def test_an_id_whose_number_is_written_otherwise_is_no_id(api, number):
+    api.start()
+    assert api.post("get_info", model_id=f"{api.session}:train:{number}").status_code == 404
+    assert api.post("join_sampling_session", sampling_session_id=f"{api.session}:sample:{number}").status_code == 404
+
+
+@pytest.mark.parametrize("number", [-1, 10**300])
+def test_sampling_sessions_are_numbered_from_0(api, number):
+    api.start()
+    new = {"session_id": api.session, "sampling_session_seq_id": number, "base_model": "fake"}
+    saved = {"model_id": api.model_id, "seq_id": 1, "sampling_session_seq_id": number}
+    for route, body in (("create_sampling_session", new), ("save_weights_for_sampler", saved)):
+        answer = api.post(route, **body)
+        assert answer.status_code == 422
+        assert "it counts from 0" in answer.json()["error"]
+
+
+def test_a_sampling_session_has_the_weights_that_it_was_made_for(api):
+    api.start()
+    api.ok("create_sampling_session", session_id=api.session, sampling_session_seq_id=1, base_model="fake")
+    again = api.post("save_weights_for_sampler", model_id=api.model_id, seq_id=1, sampling_session_seq_id=1)
+    assert again.status_code == 422
+    assert "with another model" in again.json()["error"]
+    both = api.post("save_weights_for_sampler", model_id=api.model_id, seq_id=1, sampling_session_seq_id=1, path="..")
+    assert both.status_code == 422
+    assert "one of the two" in both.json()["error"]
+    assert api.sample(f"{api.session}:sample:1", 1, [1, 2], max_tokens=2)
+
+
+def test_a_sample_repeated_with_another_content_is_refused(api):
+    api.start()
+    sampler = api.sampler(0)
+    first = api.sample_(sampler, 1, [1, 2, 3], max_tokens=2)
+    assert api.sample_(sampler, 1, [1, 2, 3], max_tokens=2) == first
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    other = api.post("asample", sampling_session_id=sampler, seq_id=1, num_samples=2, prompt=prompt, sampling_params={})
+    assert other.status_code == 422
+    assert "came before, with another content" in other.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"data": [10**20, 1], "dtype": "int64", "shape": [2, 1]},
+        {"data": [1e300, 1], "dtype": "int64", "shape": [2, 1]},
+        {"data": [1, 1], "dtype": "int64", "shape": [10**20, 1]},
+        {"data": [1], "dtype": "int64", "shape": [2, 1], "sparse_crow_indices": [0, 10**20, 1]},
+    ],
+)
+def test_targets_beyond_int64_are_the_clients_mistake(api, targets):
+    api.start()
+    made = api.ok(
+        "asample", sampling_session_id=api.sampler(0), seq_id=1, target_prompt_logprobs=targets, sampling_params={},
+        prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+    )  # fmt: skip
+    assert api.result(made["request_id"])["category"] == "user"
+
+
+def test_a_model_that_was_unloaded_is_not_made_again(api):
+    api.start()
+    api.ok("unload_model", model_id=api.model_id)
+    lora = {"rank": 8, "seed": 0}
+    again = api.post("create_model", session_id=api.session, model_seq_id=0, base_model="fake", lora_config=lora)
+    assert again.status_code == 410
+    assert "was unloaded" in again.json()["error"]
+    assert api.start(model=1).forward_backward([[1, 2]]).metrics["loss:sum"] == 1.0
 
 
 def test_zstd_bodies_are_unpacked(api):
