@@ -26,8 +26,8 @@ from rlloop.training.sampling import (
     SampleCall,
     Sampler,
     Sampling,
-    derived_seed,
     engine_params,
+    first_seed,
 )
 from rlloop.training.types import Checkpoint, SamplingParams, array_of
 from rlloop.types import ModelInput, as_model_input
@@ -87,7 +87,7 @@ class Samplers:
             raise ConfigError(f"sequence_ids has {len(ids)} ids for num_samples={count}; give one each")
         decode = None if self._tokenizer is None else self._tokenizer.decode
         writers = [Writer(decode, stops) if stops and decode is not None else None for _ in each]
-        return SampleCall(by, model_input, each, ids, ask, top, derived_seed(name), writers)
+        return SampleCall(by, model_input, each, ids, ask, top, first_seed(params, name), writers)
 
     # ------------------------------------------------------------------------------------------------ ids
 
@@ -109,6 +109,8 @@ class Samplers:
             self._base.adapters.add(weights.name, weights.adapter, self._base.adapter_targets())
         with self._lock:
             gone = [self._by_id.pop(sampler.id, None)]
+            if gone[0] is not None:
+                sampler.requests = gone[0].requests  # no two requests have one name, nor two sequences one id
             self._by_id[sampler.id] = sampler
             if sampler.owner is not None:
                 unnamed = [each for each in self._by_id.values() if each.owner == sampler.owner and not each.keeps]

@@ -51,6 +51,11 @@ def derived_seed(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def first_seed(params: SamplingParams, name: str) -> int:
+    """The seed of a request's first completion, from which its other draws have theirs."""
+    return derived_seed(name) if params.seed is None else params.seed % (1 << 63)
+
+
 @dataclass(frozen=True)
 class PromptAsk:
     """Values requested for the P tokens of a prompt, besides completions."""
@@ -130,7 +135,7 @@ def engine_params(
     room = room if params.max_tokens is None else params.max_tokens
     if room < 1:
         raise ConfigError(f"SamplingParams.max_tokens is {room}; the prompt must leave room for one token at least")
-    first = derived_seed(name) if params.seed is None else params.seed % (1 << 63)
+    first = first_seed(params, name)
     seeds = [first, *(derived_seed(f"{first}/{index}") for index in range(1, count))][:count]
     top_k = 0 if params.top_k == -1 else params.top_k
     shared = EngineParams(

@@ -227,6 +227,7 @@ class TrainingService(SamplingService):
                 check_holds(checkpoint, optimizer)
                 check_same(checkpoint, model.info)
                 model.forget()
+                model.loads += 1
                 model.trainer.restore(folder, optimizer=optimizer)
                 model.changed()
                 return LoadWeightsResponse(path, model_id)
@@ -261,7 +262,8 @@ class TrainingService(SamplingService):
                     write = model.trainer.save_weights
                     self._write(path, model.info.lora, write, overwrite, ttl_seconds, user_metadata)
                 weights = model.freeze()
-                id = sampler or path or f"{model_id}/version-{model.counts.updates}"
+                version = f"{model.counts.updates}.{model.loads}" if model.loads else f"{model.counts.updates}"
+                id = sampler or path or f"{model_id}/version-{version}"
                 self._samplers.add(Sampler(id, weights, model_id, keeps=path is not None))
                 return SaveWeightsForSamplerResponse(id, path)
 

@@ -53,6 +53,7 @@ class TrainedModel:
         self.trainer = Trainer(model, TrainerConfig(checkpoint_layers=str(checkpoint_layers or "none")))
         self.frozen: FrozenWeights | None = None  # the current weights, if frozen
         self.counts = Counts()
+        self.loads = 0  # of weights; with the updates it numbers versions
         self._sequences, self._view = sequences, view
         self._leaf: list[Item] = []
         self._graph: Tensor | None = None  # logprobs of the whole leaf, to be differentiated

@@ -219,6 +219,37 @@ def test_what_is_sampled_is_what_is_trained_and_versions_stay(service, lora):
     assert off.metrics["loss:sum"] != -12.0
 
 
+def test_a_sampler_keeps_its_weights_while_others_are_loaded(service):
+    id, params = new(service), SamplingParams(max_tokens=6, seed=3)
+    service.forward_backward(id, supervised(4, 3), "cross_entropy").result(WAIT)
+    service.optim_step(id, ADAM).result(WAIT)
+    saved = service.save_weights(id, "once").result(WAIT).path
+    again = service.create_model_from(saved, optimizer=False).result(WAIT).model_id
+    service.forward_backward(again, supervised(3, 2), "cross_entropy").result(WAIT)
+    service.optim_step(again, ADAM).result(WAIT)
+    sampler = service.save_weights_for_sampler(again).result(WAIT).sampler
+    first = service.sample(PROMPT, 1, params, sampler=sampler).result(WAIT).sequences[0]
+    service.load_weights(again, saved, optimizer=False).result(WAIT)
+    assert service.save_weights_for_sampler(again).result(WAIT).sampler != sampler
+    then = service.sample(PROMPT, 1, params, sampler=sampler).result(WAIT).sequences[0]
+    assert then.logprobs.tobytes() == first.logprobs.tobytes()
+
+
+def test_no_two_sequences_have_one_id(service):
+    id, params, ids = new(service), SamplingParams(max_tokens=3), []
+    path = service.save_weights_for_sampler(id, "kept").result(WAIT).path
+    data = []
+    for prompt in ([5, 6, 7], [8, 9]):
+        live = service.save_weights_for_sampler(id).result(WAIT).sampler  # of the same weights
+        samplers = (live, service.create_sampler(path).result(WAIT), service.create_sampler().result(WAIT))
+        found = [service.sample(prompt, 1, params, sampler=each).result(WAIT).sequences[0] for each in samplers]
+        ids += [each.sequence_id for each in found]
+        data.append(sampled(prompt, found[0]))
+    assert len(set(ids)) == 6
+    done = service.forward_backward(id, data, "importance_sampling").result(WAIT)
+    assert (done.metrics[CHECKED], done.metrics[DIFFERENT]) == (6, 0)
+
+
 def test_the_base_samples_as_the_model_that_was_loaded(service, base):
     model, params = load_model(base), SamplingParams(max_tokens=5, seed=9)
     (sequence,) = service.sample(PROMPT, 1, params).result(WAIT).sequences
@@ -253,6 +284,9 @@ def test_prompts_are_scored_as_they_are_sampled(service):
     for row, draw in np.argwhere(draws.tokens[:, :, None] == top.token_ids[1:][:, None, :])[:, :2]:
         at = top.token_ids[row + 1].tolist().index(draws.tokens[row, draw])
         assert draws.logprobs[row, draw] == top.logprobs[row + 1, at]
+    again = [service.sample(ids, 1, SamplingParams(max_tokens=1, seed=seed), prompt_alt_tokens_k=4) for seed in (0, 1)]
+    same, other = [asked.result(WAIT).prompt_alt_tokens.tokens.tolist() for asked in again]
+    assert same == draws.tokens.tolist() != other
     last = service.sample(
         ids, 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True, prompt_logprobs_last_n=2
     ).result(WAIT)
