@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, ModelError
 from rlloop.rollout.engine.service import EngineService
 from rlloop.web.requests import parsed, refusal
 
@@ -69,7 +69,10 @@ class AdapterRoutes:
         if not folder.is_relative_to(root) or not folder.is_dir():
             text = f"lora_path is {asked.lora_path!r}; it must be a folder under the server's --adapter-root"
             return refusal(404, "adapter_not_found", text, param="lora_path")
-        version = await run_in_threadpool(self._service.load_adapter, asked.lora_name, folder)
+        try:
+            version = await run_in_threadpool(self._service.load_adapter, asked.lora_name, folder)
+        except ModelError as error:
+            return refusal(400, "adapter_unreadable", f"lora_path is {asked.lora_path!r}: {error}", param="lora_path")
         return PlainTextResponse(f"Success: adapter {asked.lora_name!r} is loaded, version {version}")
 
     async def _unload(self, request: Request) -> Response:

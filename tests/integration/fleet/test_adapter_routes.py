@@ -57,8 +57,8 @@ def running(tmp_path_factory):
     model = load_model(folder)
     for seed, name in enumerate(("poet", "cook")):
         load_adapter(model, adapter_folder(root / name, model, seed), name)
-    adapter_folder(root / "wide", model, 2, rank=80)
-    service = EngineService(Engine(load_model(folder)), max_waiting=64)
+    adapter_folder(root / "wide", model, 2, rank=40)
+    service = EngineService(Engine(load_model(folder), adapter_rank=32), max_waiting=64)
     service.load_adapter("poet", root / "poet")
     server = EngineServer(service, name="one", tokenizer=tokenizer_of(folder), adapter_root=root)
     background = BackgroundServer(server.app, Listen())
@@ -153,8 +153,8 @@ def test_an_adapter_comes_and_goes_while_requests_run_or_the_engine_is_paused(ru
         ({"lora_name": "x", "lora_path": "/etc"}, 404, "under the server's --adapter-root"),
         ({"lora_name": "x", "lora_path": "nowhere"}, 404, "under the server's --adapter-root"),
         ({"lora_name": "rlloop", "lora_path": "cook"}, 400, "the base model's own name"),
-        ({"lora_name": "x", "lora_path": "wide"}, 400, "rank 80"),
-        ({"lora_name": "x", "lora_path": "."}, 500, "adapter_config.json"),
+        ({"lora_name": "x", "lora_path": "wide"}, 400, "rank 40"),
+        ({"lora_name": "x", "lora_path": "."}, 400, "adapter_config.json"),
         ({"lora_name": "x"}, 400, "lora_path"),
     ],
 )
