@@ -112,6 +112,7 @@ class Samplers:
             if gone[0] is not None:
                 sampler.requests = gone[0].requests  # no two requests have one name, nor two sequences one id
             self._by_id[sampler.id] = sampler
+            weights.gone = False  # a dropped sampler may have had the same ones
             if sampler.owner is not None:
                 unnamed = [each for each in self._by_id.values() if each.owner == sampler.owner and not each.keeps]
                 gone += [self._by_id.pop(old.id) for old in unnamed[: -self._keep]]

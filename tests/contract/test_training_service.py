@@ -250,6 +250,15 @@ def test_no_two_sequences_have_one_id(service):
     assert (done.metrics[CHECKED], done.metrics[DIFFERENT]) == (6, 0)
 
 
+def test_sequences_are_known_after_an_earlier_sampler_of_the_same_weights_was_dropped(service):
+    id, params = new(service), SamplingParams(max_tokens=3)
+    service.drop_sampler(service.save_weights_for_sampler(id).result(WAIT).sampler)
+    sampler = service.save_weights_for_sampler(id).result(WAIT).sampler
+    data = [sampled(PROMPT, service.sample(PROMPT, 1, params, sampler=sampler).result(WAIT).sequences[0])]
+    done = service.forward_backward(id, data, "importance_sampling").result(WAIT)
+    assert (done.metrics[CHECKED], done.metrics[DIFFERENT]) == (3, 0)
+
+
 def test_the_base_samples_as_the_model_that_was_loaded(service, base):
     model, params = load_model(base), SamplingParams(max_tokens=5, seed=9)
     (sequence,) = service.sample(PROMPT, 1, params).result(WAIT).sequences
