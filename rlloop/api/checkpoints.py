@@ -160,9 +160,17 @@ class Checkpoints:
     async def _runs(self, request: Request, client: Client, body: bytes) -> Response:
         models = [(session, model) for session in self.sessions.of(client.name) for model in session.models.values()]
         models.sort(key=lambda pair: -pair[1].created)
-        page, cursor = _page(request, [pair for pair in models if pair[1].failed is None])
+        page, cursor = _page(request, [pair for pair in models if self._is_made(pair[1])])
         runs = [self._described(session, model, client) for session, model in page]
         return JSONResponse({"training_runs": runs, "cursor": cursor})
+
+    def _is_made(self, model: Trained) -> bool:
+        """False also while it is being made."""
+        try:
+            self.core.service.info(model.model_id)
+        except ConfigError:
+            return False
+        return True
 
     def _described(self, session: Session, model: Trained, client: Client) -> dict[str, Any]:
         info = self.core.service.info(model.model_id)

@@ -236,7 +236,7 @@ class CommandLog:
             self.replay = read_segment(self._path)
             if self.replay.dropped:
                 os.truncate(self._path, self._path.stat().st_size - self.replay.dropped)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_APPEND)  # None: closed
         else:
             self._path, self.replay = folder / f"{0:06d}.log", Replay(0, None)
             self._file = self._begin(self._path, [])
@@ -247,8 +247,9 @@ class CommandLog:
 
     def append_later(self, record: Record) -> None:
         """Write a record with the next commit or at the end, without waiting; a crash before may lose it."""
-        self._later.append(record)
-        self._committer.later.add(self)
+        if self._file is not None:
+            self._later.append(record)
+            self._committer.later.add(self)
 
     def flush(self) -> None:
         """Called by the committer: write what waits for the next commit."""
@@ -256,7 +257,9 @@ class CommandLog:
             self.write([])
 
     def write(self, records: Sequence[Record]) -> None:
-        """Called by the committer. A frame that could not be written whole is taken back."""
+        """Called by the committer. A frame that could not be written whole is taken back. Of a closed log, nothing."""
+        if self._file is None:
+            return
         later = [self._later.popleft() for _ in range(len(self._later))]
         frame = _framed([*later, *records])
         before = os.fstat(self._file).st_size
@@ -286,6 +289,8 @@ class CommandLog:
         """Begin a segment of the records that `keep` returns, and delete the one before. For logs without states."""
 
         def work() -> None:
+            if self._file is None:
+                return
             old = self._path
             records = keep(read_segment(old).records)
             self._path = self.folder / f"{int(old.stem) + 1:06d}.log"
@@ -298,9 +303,11 @@ class CommandLog:
 
     @property
     def nbytes(self) -> int:
-        return os.fstat(self._file).st_size
+        return 0 if self._file is None else os.fstat(self._file).st_size
 
     def _rotate(self, first: int, carried: Sequence[Record], keep_bytes: int) -> None:
+        if self._file is None:
+            return
         self.flush()  # what is of commands before the new segment
         state = self.folder / f"{first:06d}"
         new = state.with_suffix(".new")
@@ -350,14 +357,17 @@ class CommandLog:
             elif path.suffix == ".part":
                 path.unlink()
 
-    def close(self) -> None:
-        """To be called when nothing more is appended."""
+    def close(self) -> Future[None]:
+        """Close the file after what was appended before; what is appended later is dropped."""
 
         def work() -> None:
-            self.flush()
-            os.close(self._file)
+            if self._file is not None:
+                self.flush()
+                os.close(self._file)
+                self._file = None
+            self._committer.later.discard(self)
 
-        self._committer.between(work).result()
+        return self._committer.between(work)
 
 
 def _framed(records: Sequence[Record]) -> bytes:

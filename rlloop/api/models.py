@@ -21,6 +21,7 @@ from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
 
 AHEAD = 4096  # numbers that may come before the one that is next
+LAST_SECONDS = 2.0  # for which a log stays open after its model, for results on their way
 SMALL = 1 << 15  # bytes of a request; a larger one is decoded, and its result encoded, in a thread of its own
 
 
@@ -69,6 +70,7 @@ class Trained:
         self._state: asyncio.Task[None] | None = None
         self._update: int | None = None  # number of the last optim_step
         self._loads: dict[int, tuple[asyncio.Future[Result], asyncio.Task[None]]] = {}  # results that wait for a state
+        self._closed = False
         self._runner = core.task(self._run())
 
     @property
@@ -106,6 +108,9 @@ class Trained:
             arrival.durable.set_exception(Refused(503, f"the command log cannot be written: {error}"))
             await arrival.durable
         arrival.durable.set_result(None)
+        if self._closed:
+            self.core.futures.resolve(future, failed("the session has ended", "user"))
+            return request_id
         self._ready[seq_id] = command
         self._wake.set()
         await asyncio.sleep(0)  # the work begins before the answer is written
@@ -345,14 +350,24 @@ class Trained:
 
     def close(self) -> None:
         """Drop the model; its log and its checkpoints stay."""
+        self._closed = True
         self._runner.cancel()
         for command in self._ready.values():
             future = self.core.futures[f"{self.model_id}:{command.seq_id}"]
             self.core.futures.resolve(future, failed("the session has ended", "user"))
         self._ready.clear()
+        dropped = None
         if self.failed is None:
             with suppress(ConfigError):
-                self.core.service.drop_model(self.model_id)
+                dropped = self.core.service.drop_model(self.model_id)
+        self.core.task(self._close_log(dropped))
+
+    async def _close_log(self, dropped: Saving[None] | None) -> None:
+        if dropped is not None:
+            done, _ = await asyncio.wait([asyncio.wrap_future(dropped)])
+            done.pop().exception()  # of a model that was gone already
+        await asyncio.sleep(LAST_SECONDS)
+        self.log.close()
 
 
 def _sampling_number(command: Command) -> int | None:

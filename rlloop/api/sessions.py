@@ -88,9 +88,17 @@ class Session:
         """End a model; its log and its checkpoints stay."""
         model.close()
         (model.log.folder / ENDED).touch()
+        self._give_up(f"model {model.model_id} was unloaded", model.model_id)
         del self.models[int(model.model_id.rpartition(":")[2])]
 
     # ------------------------------------------------------------------------------------------------ sampling
+
+    def _give_up(self, reason: str, model_id: str | None = None) -> None:
+        """Fail the requests of sampling sessions, of one model or all, whose weights will never be there."""
+        for session in self.sampling.values():
+            if not session.ready.is_set() and model_id in (None, session.target.model_id):
+                session.error = reason
+                session.ready.set()
 
     def create_sampling(self, number: int, target: Target) -> SamplingSession:
         """A sampling session of the base or a checkpoint; the same one if it was asked for before. Raises
@@ -211,6 +219,8 @@ class Session:
         write_json(self.folder / "session.json", self.card)
         for model in self.models.values():
             model.close()
+        self._give_up("the session has ended")
+        self.samples.log.close()
         for session in self.sampling.values():
             if self.sampler_of(session) is not None:
                 try:

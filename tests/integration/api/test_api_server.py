@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -201,6 +202,24 @@ def test_a_model_that_was_unloaded_is_not_made_again(api):
     assert api.start(model=1).forward_backward([[1, 2]]).metrics["loss:sum"] == 1.0
 
 
+def test_logs_of_what_has_ended_are_closed_and_samples_that_wait_for_weights_fail(served, api, monkeypatch):
+    monkeypatch.setattr("rlloop.api.models.LAST_SECONDS", 0.0)
+    api.start().start(model=1)
+    folder = served[0].core.settings.folder / "sessions" / api.session
+
+    def opened() -> int:
+        return sum(fd.resolve().is_relative_to(folder) for fd in Path("/proc/self/fd").iterdir())
+
+    assert opened() == 3
+    api.command_("save_weights_for_sampler", seq_id=3, sampling_session_seq_id=4)  # 1 and 2 never come
+    waiting = api.sample_(f"{api.session}:sample:4", 1, [1, 2])["request_id"]
+    api.ok("unload_model", model_id=api.model_id)
+    assert "was unloaded" in api.result(waiting)["error"]
+    until(lambda: opened() == 2)
+    assert api.http.post(f"sessions/{api.session}/finish", content=b"{}").status_code == 204
+    until(lambda: not opened())
+
+
 def test_zstd_bodies_are_unpacked(api):
     api.start()
     body = zstandard.compress(datums(api.model_id, 1, [[1, 2, 3]]))
@@ -300,6 +319,18 @@ def test_checkpoints_are_listed_downloaded_expired_and_deleted(api):
     assert run["last_checkpoint"]["tinker_path"] == paths[1]
     assert api.http.get("training_runs").json()["cursor"]["total_count"] >= 1
     assert api.http.get(f"sessions/{api.session}").json()["training_run_ids"] == [api.model_id]
+
+
+def test_a_model_that_is_being_made_is_not_listed_yet(served, api):
+    api.start()
+    served[1].gate.clear()
+    lora = {"rank": 8, "seed": 0}
+    made = api.ok("create_model", session_id=api.session, model_seq_id=1, base_model="fake", lora_config=lora)
+    first = api.http.get("training_runs").json()
+    served[1].gate.set()
+    assert [run["training_run_id"] for run in first["training_runs"]] == [api.model_id]
+    api.result(made["request_id"])
+    assert api.http.get("training_runs").json()["cursor"]["total_count"] == 2
 
 
 def test_a_model_is_made_from_a_checkpoint(served, api):

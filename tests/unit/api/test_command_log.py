@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,21 @@ def test_a_log_without_states_shrinks(tmp_path, committer):
     appended(log, command(10))
     assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [8, 9, 10]
     assert len(segments(tmp_path)) == 1
+
+
+def test_a_closed_log_has_no_file_open_and_drops_what_comes_later(tmp_path, committer):
+    log = CommandLog(tmp_path, committer)
+    appended(log, command(0))
+    log.append_later(Weights(0, b"digest"))
+    log.close().result(10)
+    opened = [fd.resolve() for fd in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.is_relative_to(tmp_path)]
+    appended(log, command(1))
+    log.append_later(Weights(1, b"digest"))
+    log.new_state(1)
+    log.rotate(1, []).result(10)
+    log.shrink(lambda records: records).result(10)
+    log.close().result(10)
+    assert log.nbytes == 0
+    again = read_segment(tmp_path / "000000.log")
+    assert (len(again.commands), again.digests) == (1, {0: b"digest"})
