@@ -49,6 +49,7 @@ class Files:
 
     def __init__(self, run: History) -> None:
         self.run, self.completions, self.steps = run, 0, 0
+        self.stale = _stale_steps(run)
         self.seen: set[str] = set()
 
     def check(self, step: Rollouts) -> list[str]:
@@ -87,7 +88,9 @@ class Files:
             versions = Counter(str(each) for row in trained for each in as_sample(row).completion.token_versions)
             if versions != line.versions:
                 problems.append(f"{step.name}: its tokens are of {dict(versions)}, and {line.versions} are certified")
-        wrong = [] if self.run.is_own else [row.uid for row in trained if row.policy_version != line.version]
+        wrong = [
+            row.uid for row in trained if not (self.run.is_own or 0 <= line.version - row.policy_version <= self.stale)
+        ]
         if wrong and line.versions is None:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
         return problems
@@ -104,7 +107,7 @@ class Outcomes:
     def __init__(self, run: History) -> None:
         fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
         self.own = run.is_own
-        self.max_age = fleet.get("max_version_lag", 0) + (rollout.get("drift") or {}).get("stale_steps", 0)
+        self.max_age = fleet.get("max_version_lag", 0) + _stale_steps(run)
         partial = rollout.get("partial") or {}
         self.carries = bool(partial.get("prompts"))  # from the step in which its prompt was due
         self.max_age += partial["max_version_lag"] if self.carries else 0
@@ -347,6 +350,11 @@ class Aggregates:
 
     def summary(self) -> str:
         return f"{self.numbers} numbers of metrics.jsonl from the completions"
+
+
+def _stale_steps(run: History) -> int:
+    """Steps by which the engine's weights were older than the trainer's on purpose."""
+    return ((run.config.get("rollout") or {}).get("drift") or {}).get("stale_steps", 0)
 
 
 def _same(stored: Any, value: Any) -> bool:
