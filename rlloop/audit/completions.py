@@ -142,6 +142,7 @@ class Requests:
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
+        self.given = getattr(parts.task, "gives_completions", False)  # which end where the data's do
         self.batches, self.checked, self.examples = 0, 0, 0
         self.expected_step = 1
         self.seen = set[tuple[int, int, int]]()  # of conversations that may end in any step
@@ -236,7 +237,7 @@ class Requests:
         completion, vocabulary = as_sample(row).completion, self.parts.vocabulary
         if (vocabulary is None or completion.turns is not None) and completion.sampling != asked:
             return f"it was made with {completion.sampling}, and asked for with {asked}"
-        if vocabulary is None:
+        if vocabulary is None or self.given:
             return None
         if completion.turns is None:
             return fault_of(completion, row.prompt_ids, asked, vocabulary)
