@@ -37,6 +37,8 @@ class Given:
     verdicts: likewise, and only a verdict token after each completion is predicted, as for a reward model.
     """
 
+    gives_completions = True  # to rlloop verify: neither rollout.max_tokens nor a stop token bounds those
+
     def __init__(
         self,
         seed: int,

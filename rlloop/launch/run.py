@@ -35,7 +35,7 @@ from rlloop.loop.parts import Parts
 from rlloop.numerics.operators.distribution import NotFinite
 from rlloop.parity.certificate import Certificate
 from rlloop.parity.monitor import ParityMonitor
-from rlloop.parity.witness import Attestor
+from rlloop.parity.witness import Attestor, check_certificate
 from rlloop.rewards.digest import note_reward, reward_digest
 from rlloop.runs.console import Progress, print_summary
 from rlloop.runs.folder import RunFolder, read_records, summarize
@@ -77,6 +77,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         check_launch(job.config, 1 if leader is None else leader.here.size)
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
+        check_certificate(job.config.certificate)
         if job.config.device == "cpu":
             compile_if_new(job.config.model.dtype, say)
         folder = stack.enter_context(RunFolder(job.folder))

@@ -29,6 +29,7 @@ from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.config import read_config
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
@@ -60,8 +61,14 @@ ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_
 def load(config: RunConfig, source: str | Path, context: ParallelContext | None = None) -> Model:
     """The model of a folder, under the run's type, device and profile; `context`: of one rank of many.
 
-    Raises ConfigError where `parity.mode=require` meets a machine that fails the start-up probe.
+    Raises ConfigError for packed weights without an adapter to train, and where `parity.mode=require` meets a machine
+    that fails the start-up probe.
     """
+    if config.model.lora.rank == 0 and read_config(source).raw.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{source} has packed weights (quantization_config in its config.json), which are frozen: set "
+            "model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
+        )
     profile = NumericsProfile(**vars(config.model.profile))
     model = load_model(
         source, dtype=config.model.dtype, device=config.device, profile=profile, context=context,

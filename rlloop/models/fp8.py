@@ -8,7 +8,7 @@ recurrent layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,13 @@ def as_stored(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """A weight as two tensors, its codes and scales, under the names of DeepSeek-V3's layout; other tensors as they
     are."""
     return {name: tensor.codes, name + SCALES: tensor.scales} if isinstance(tensor, Fp8Weight) else {name: tensor}
+
+
+def from_stored(name: str, stored: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """The weight of which `as_stored` made `stored`, among others; `like` has its span and type."""
+    if not isinstance(like, Fp8Weight):
+        return stored[name]
+    return Fp8Weight(stored[name], stored[name + SCALES], like.span, like.dtype)
 
 
 def check_can_quantise(model: nn.Module, dtype: torch.dtype, layout: Layout) -> None:

@@ -154,7 +154,7 @@ class Fp8Weight(torch.Tensor):
             return args[0].like(torch.clone)
         if func is aten._to_copy.default and kwargs.get("dtype", args[0].dtype) == args[0].dtype:
             device = kwargs.get("device")
-            return args[0].like(lambda x: x.to(device) if device is not None else x.clone())
+            return args[0].like(lambda x: x.to(device or x.device, copy=True))
         if func is aten.copy_.default and isinstance(args[0], Fp8Weight):
             to, values = args[:2]
             if isinstance(values, Fp8Weight):

@@ -30,19 +30,25 @@ TIMEOUT = 10.0  # seconds for each try
 MOST_ANSWER = 1 << 16  # bytes of an answer, which is not read
 
 
+def check_certificate(config: CertificateConfig) -> None:
+    """Raises `ConfigError` for a key that cannot be read, or a witness's file in a folder that does not exist."""
+    if config.key is not None:
+        load_key(Path(config.key))
+    if config.witness is not None and not _is_address(config.witness) and not Path(config.witness).parent.is_dir():
+        raise ConfigError(
+            f"certificate.witness is {config.witness!r}; it must be an http:// or https:// address, or a file in an "
+            "existing folder"
+        )
+
+
 class Attestor:
     """Signs statements and sends them to the witness, as `certificate.key` and `certificate.witness` say."""
 
     def __init__(self, config: CertificateConfig, folder: Path, log: Callable[[str], None]) -> None:
-        """Raises `ConfigError` for a key that cannot be read, or a witness's file in a folder that does not exist."""
+        """Raises `ConfigError` for a key that cannot be read."""
         self._key = None if config.key is None else load_key(Path(config.key))
         self._signatures = Journal(folder / SIGNATURES)
         self._witness, self._log = config.witness, log
-        if self._witness is not None and not _is_address(self._witness) and not Path(self._witness).parent.is_dir():
-            raise ConfigError(
-                f"certificate.witness is {self._witness!r}; it must be an http:// or https:// address, or a file in an "
-                "existing folder"
-            )
 
     def __call__(self, statement: Statement) -> None:
         """Sign and send. A witness that does not answer is only logged: the next statement covers these steps, too."""

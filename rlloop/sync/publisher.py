@@ -161,7 +161,7 @@ class Publisher:
         metrics = {
             "sync/wire_bytes": float(link.wire_bytes),
             "sync/ratio": manifest.full_bytes / link.wire_bytes,
-            "sync/changed": changed / elements,
+            "sync/changed": changed / max(1, elements),
             "sync/diff_seconds": compared,
             "sync/encode_seconds": worked - compared,
             "sync/upload_seconds": packed.store_seconds + done - encoded_at,

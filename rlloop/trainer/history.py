@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlloop.models import Model
+from rlloop.models.fp8 import as_stored, from_stored
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import make_step_batch
@@ -86,7 +87,7 @@ class WeightHistory:
             store.copy_from(kept)
             for name, whole in store.wholes():
                 if self._twin.context.rank == 0:
-                    tensors[f"{version}/{name}"] = whole.to("cpu", copy=True)
+                    tensors |= as_stored(f"{version}/{name}", whole.to("cpu", copy=True))
         if self._twin.context.rank == 0:
             save_file(tensors, folder / FILE)
 
@@ -98,5 +99,5 @@ class WeightHistory:
             version, _, name = key.partition("/")
             wholes.setdefault(int(version), {})[name] = weight
         for version, kept in wholes.items():
-            store.copy_wholes((name, kept[name]) for name in store.entries)
+            store.copy_wholes((name, from_stored(name, kept, entry.live)) for name, entry in store.entries.items())
             self._versions[version] = store.snapshot()

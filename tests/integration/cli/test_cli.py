@@ -202,6 +202,8 @@ def test_help_breaks_between_words_where_the_terminal_is_narrow(rlloop, monkeypa
         (["run.dir=/dev/null/run"], 2, "cannot write a run into /dev/null/run: Not a directory"),
         (["+sinks.wanbd={}"], 2, "sinks.wanbd is unknown; there are wandb"),
         (["algorithm.loss=grop"], 2, "there is no loss 'grop'"),
+        (["certificate.key=none.pem"], 2, "none.pem cannot be read as a private key"),
+        (["certificate.witness=none/heads"], 2, "a file in an existing folder"),
         (["task._target_=rlloop.testing.FakePolicy", "~task.seed"], 2, "task"),
     ],
 )

@@ -64,6 +64,13 @@ def test_demonstrations_are_learned_and_the_run_verifies(train, place):
     assert problems == []
 
 
+def test_completions_longer_than_a_sampled_one_may_be_verify_too(train, place):
+    train("offline", "long", "model", "demonstrations", "trainer.num_steps=1", "rollout.max_tokens=1")
+    assert max(len(row["token_ids"]) for row in read_rollouts(rollout_files(place / "long")[0])) > 1
+    problems = [problem for check in verify(place / "long", Extent(None)) for problem in check.problems]
+    assert problems == []
+
+
 @pytest.mark.parametrize("algorithm", ["dpo", "ipo", "kto"])
 def test_preferences_are_learned(train, mixed, algorithm):
     steps = ["trainer.num_steps=8", "trainer.lr=1e-3", "rollout.num_prompts=8"]

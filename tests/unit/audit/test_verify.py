@@ -128,6 +128,16 @@ def test_a_token_that_the_trainer_found_impossible_is_as_certified(run):
     assert check(run, "rollouts") == []
 
 
+def test_completions_of_an_engine_that_was_stale_on_purpose(run):
+    change(run, *range(6), policy_version=2)
+    rows = read_rollouts(run / "rollouts/step_00000004.jsonl.zst")
+    digest = bits_digest([np.array(each["logprobs"], np.float32) for each in rows if each["outcome"] == "trained"])
+    certify(run, 4, engine=digest, trainer=digest, version=3)
+    assert check(run, "rollouts") == ["4/0/0 is of another version than the certificate says (3)"]
+    (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "rollout": {"drift": {"stale_steps": 1}}}))
+    assert check(run, "rollouts") == []
+
+
 def test_a_certificate_without_its_last_lines_is_found(run):
     for step in range(3):
         Journal(run / "metrics.jsonl").append({"step": step, **dict.fromkeys(LEDGER, 0)})

@@ -20,6 +20,7 @@ from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.loop.environments import Reply
 from rlloop.loop.partial import Partial, _Group
+from rlloop.metrics import Mean
 from rlloop.parity.certificate import find_breaks
 from rlloop.rewards.episode import episode_reward
 from rlloop.runs.folder import RunFolder, read_records
@@ -153,6 +154,24 @@ def test_the_certificate_counts_tokens_by_version(carried):
     with RunFolder(carried.folder.path) as folder:
         folder.write_rollouts(step, changed)
     assert any("are certified" in problem for problem in problems(carried.folder.path))
+
+
+def test_ratios_under_the_present_weights_are_not_expected_of_completions_of_older_ones(tmp_path):
+    """As a correction measures them, with algorithm.anchor=trainer."""
+    run = Run(tmp_path, config(), late=1)
+    update, lags = run.parts.trainer.forward_backward, []
+
+    def measured(batch, loss, **options):
+        result = update(batch, loss, **options)
+        versions = {int(version) for sample in batch for version in sample.completion.token_versions}
+        lags.append(len(lags) not in versions or len(versions) > 1)
+        return dataclasses.replace(result, metrics={**result.metrics, "is/ratio_mean": Mean(1.0 - 0.1 * lags[-1], 1)})
+
+    run.parts.trainer.forward_backward = measured
+    run()
+    run.loop.close()
+    assert set(lags) == {True, False}
+    assert not problems(tmp_path)
 
 
 def test_a_wrong_version_of_a_token_is_a_difference(tmp_path):

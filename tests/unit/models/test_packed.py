@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
-from rlloop.errors import ModelError
+from rlloop.config.run import AlgorithmConfig, RunConfig
+from rlloop.errors import ConfigError, ModelError
+from rlloop.launch.workers import load
 from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter, with_stored_adapter
 from rlloop.models.config import parse_config
@@ -91,6 +93,16 @@ def test_other_formats_are_refused_by_name(tmp_path, quantization, message):
     config = json.loads((packed / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         parse_config({**config, "quantization_config": quantization})
+
+
+def test_a_run_that_would_train_packed_weights_is_refused(tmp_path):
+    """Not at its first checkpoint, which holds what trains."""
+    packed, _ = make_packed(tmp_path, "nvfp4")
+    config = RunConfig(algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"))
+    with pytest.raises(ConfigError, match=r"which are frozen: set model\.lora\.rank"):
+        load(config, packed)
+    config.model.lora.rank = 2
+    assert load(config, packed).adapter is not None
 
 
 def test_parts_that_are_missing_or_of_another_type_and_saving(tmp_path):

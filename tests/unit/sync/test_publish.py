@@ -68,6 +68,15 @@ def test_a_replica_follows_bit_for_bit(store, threads):
     assert kinds["model.layers.0.bias"] == "changes"
 
 
+def test_weights_without_elements_are_a_version_too(store):
+    weights = {"buffer": Bits("BF16", np.zeros((3, 0), "<u2"))}
+    published = Publisher(store, KEY, "run").publish(weights, 0)
+    assert published.metrics["sync/changed"] == 0
+    replica, target = new_replica(store, weights)
+    assert replica.poll()
+    assert target.version == 0
+
+
 def test_only_changed_tensors_are_written(store):
     versions = history(1)
     publisher = Publisher(store, KEY, "run")

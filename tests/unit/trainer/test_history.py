@@ -2,7 +2,8 @@ import numpy as np
 import torch
 
 from rlloop.config.trainer import TrainerConfig
-from rlloop.models import load_model
+from rlloop.models import load_model, save_model
+from rlloop.models.fp8 import as_stored
 from rlloop.rollout import Engine
 from rlloop.trainer import Trainer
 from rlloop.trainer.history import WeightHistory
@@ -39,6 +40,26 @@ def test_samples_are_scored_under_the_weights_that_made_them(tmp_path):
         history = WeightHistory(model, 2, 64, MoeTraining(model, TrainerConfig()))
         history.restore(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(live, model.parameters(), strict=True))
+
+
+def test_weights_in_8_bits_are_kept_byte_for_byte(tmp_path):
+    save_model(tiny_qwen3(64), tmp_path / "model")
+    model = load_model(tmp_path / "model", dtype="bfloat16", quantize="fp8")
+    history, resumed = (WeightHistory(model, 2, 64, MoeTraining(model, TrainerConfig())) for _ in range(2))
+    for version in range(2):
+        history.remember(version)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(-2.3 * weight)
+    history.save(tmp_path)
+    resumed.restore(tmp_path)
+    assert resumed._versions.keys() == {0, 1}
+    for version, weights in history._versions.items():
+        for name, weight in weights.items():
+            stored = as_stored(name, weight), as_stored(name, resumed._versions[version][name])
+            assert stored[0].keys() == stored[1].keys()
+            for kept, read in zip(*(each.values() for each in stored), strict=True):
+                assert torch.equal(kept.view(torch.uint8), read.view(torch.uint8)), name
 
 
 def test_choices_are_compared_and_replayed_under_those_weights_too(tmp_path):
