@@ -49,11 +49,10 @@ class Files:
 
     def __init__(self, run: History) -> None:
         self.run, self.completions, self.steps = run, 0, 0
-        self.stale = _stale_steps(run)
         self.seen: set[str] = set()
 
     def check(self, step: Rollouts) -> list[str]:
-        rows, line, problems = step.rows, step.line, list[str]()
+        rows, line, problems, stale = step.rows, step.line, list[str](), _stale_steps(self.run)
         self.completions, self.steps = self.completions + len(rows), self.steps + 1
         problems += [f"{row.uid} stands twice in the records" for row in rows if row.uid in self.seen]
         self.seen.update(row.uid for row in rows)
@@ -89,7 +88,7 @@ class Files:
             if versions != line.versions:
                 problems.append(f"{step.name}: its tokens are of {dict(versions)}, and {line.versions} are certified")
         wrong = [
-            row.uid for row in trained if not (self.run.is_own or 0 <= line.version - row.policy_version <= self.stale)
+            row.uid for row in trained if not (self.run.is_own or 0 <= line.version - row.policy_version <= stale)
         ]
         if wrong and line.versions is None:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
