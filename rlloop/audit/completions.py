@@ -87,9 +87,7 @@ class Files:
             versions = Counter(str(each) for row in trained for each in as_sample(row).completion.token_versions)
             if versions != line.versions:
                 problems.append(f"{step.name}: its tokens are of {dict(versions)}, and {line.versions} are certified")
-        wrong = [
-            row.uid for row in trained if not (self.run.is_own or 0 <= line.version - row.policy_version <= stale)
-        ]
+        wrong = [row.uid for row in trained if not (self.run.is_own or 0 <= line.version - row.policy_version <= stale)]
         if wrong and line.versions is None:
             problems.append(f"{wrong[0]} is of another version than the certificate says ({line.version})")
         return problems
