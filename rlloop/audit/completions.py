@@ -52,7 +52,8 @@ class Files:
         self.seen: set[str] = set()
 
     def check(self, step: Rollouts) -> list[str]:
-        rows, line, problems, stale = step.rows, step.line, list[str](), _stale_steps(self.run)
+        rows, line, problems = step.rows, step.line, list[str]()
+        stale = self.run.section("rollout.drift").get("stale_steps", 0)  # older weights than the trainer's, on purpose
         self.completions, self.steps = self.completions + len(rows), self.steps + 1
         problems += [f"{row.uid} stands twice in the records" for row in rows if row.uid in self.seen]
         self.seen.update(row.uid for row in rows)
@@ -102,10 +103,9 @@ class Outcomes:
     name = "outcomes"
 
     def __init__(self, run: History) -> None:
-        fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
+        fleet, partial = run.section("fleet"), run.section("rollout.partial")
         self.own = run.is_own
-        self.max_age = fleet.get("max_version_lag", 0) + _stale_steps(run)
-        partial = rollout.get("partial") or {}
+        self.max_age = fleet.get("max_version_lag", 0) + run.section("rollout.drift").get("stale_steps", 0)
         self.carries = bool(partial.get("prompts"))  # from the step in which its prompt was due
         self.max_age += partial["max_version_lag"] if self.carries else 0
         self.outcomes = Counter[str]()
@@ -300,8 +300,7 @@ class Aggregates:
     name = "aggregates"
 
     def __init__(self, run: History) -> None:
-        fleet, rollout = (run.config.get(name) or {} for name in ("fleet", "rollout"))
-        self.mixes = bool(fleet.get("max_version_lag") or (rollout.get("partial") or {}).get("prompts"))
+        self.mixes = bool(run.section("fleet").get("max_version_lag") or run.section("rollout.partial").get("prompts"))
         self.own, self.numbers = run.is_own, 0
 
     def check(self, step: Rollouts) -> list[str]:
@@ -348,11 +347,6 @@ class Aggregates:
 
     def summary(self) -> str:
         return f"{self.numbers} numbers of metrics.jsonl from the completions"
-
-
-def _stale_steps(run: History) -> int:
-    """Steps by which the engine's weights were older than the trainer's on purpose."""
-    return ((run.config.get("rollout") or {}).get("drift") or {}).get("stale_steps", 0)
 
 
 def _same(stored: Any, value: Any) -> bool:

@@ -184,6 +184,13 @@ class History:
         section = self.config.get("parity")
         return section.get("mode") if isinstance(section, dict) else None
 
+    def section(self, key: str) -> dict[str, Any]:
+        """A section of the configuration by its dotted name; empty where it is null, or of an older version."""
+        section = self.config
+        for name in key.split("."):
+            section = section.get(name) or {}
+        return section
+
     @property
     def status(self) -> str | None:
         """The run's end: finished, interrupted, failed, ... None if it is running, was killed, or was resumed."""

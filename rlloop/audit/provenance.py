@@ -47,7 +47,7 @@ class Orphaned:
     name = "orphaned"
 
     def __init__(self, run: History) -> None:
-        partial = (run.config.get("rollout") or {}).get("partial") or {}
+        partial = run.section("rollout.partial")
         self.repeatable, self.compared = run.mode == "require" and not partial.get("prompts"), 0
         self.files: dict[int, list[Path]] = {}
         for file in sorted((run.path / "orphaned").glob("*/rollouts/step_*.jsonl.zst")):

@@ -188,7 +188,7 @@ def _compare(run: History, again: History, start: int, target: int) -> list[str]
 def _comparable(run: History, record: Mapping[str, Any], again: Mapping[str, Any]) -> set[str]:
     names = {name for name in record.keys() | again.keys() if not is_timing(name)}
     once = {name for name in record.keys() ^ again.keys() if name.startswith("eval/")}  # eval.every may have changed
-    alone = run.config.get("launch") == "local" and (run.config.get("fleet") or {}).get("kind") == "node"
+    alone = run.config.get("launch") == "local" and run.section("fleet").get("kind") == "node"
     return names - once - {name for name in names if name.startswith("sync/") and not alone}
 
 

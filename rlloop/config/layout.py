@@ -83,7 +83,7 @@ class World:
 
 
 def _with_same_layers(trainer: Layout) -> str:
-    """What to set where a rank's trainer and engine would have other layers: as many ranks, without a pipeline."""
+    """Layouts to propose for as many ranks, in which a rank's trainer and engine have the same layers."""
     instead = f"Set trainer.layout.pp=1 and trainer.layout.dp_shard={trainer.dp_shard * trainer.pp}"
     if trainer.dp_replicate == trainer.cp == 1:  # which one engine can have as well
         return f"{instead}, or give rollout.layout the degrees of trainer.layout"

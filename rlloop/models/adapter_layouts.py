@@ -36,7 +36,7 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Declared:
-    """What a checked adapter_config.json says of ranks and scales."""
+    """Ranks and scales as adapter_config.json declares them, once it is checked."""
 
     rank: int
     alpha: float
