@@ -1,6 +1,6 @@
 """Weight sync of a model of Qwen3-8B's shape: encode and publish, apply and verify, on the GPU and on the host's cores.
 
-    python benchmarks/gpu_delta.py [--layers 36] [--rounds 3] [--only device|host|step]
+    python benchmarks/gpu_delta.py [--layers 36] [--rounds 3] [--only device|host|step] [--sequences 128]
 
 Weights are drawn on the device (normal, 0.02); a version is an update of lr 1e-6 by numbers such as Adam's, rounded to
 bfloat16, and versions go back and forth between two states. The store is a folder in shared memory. `device`: the
@@ -10,9 +10,9 @@ requests. Medians; the first round, in which kernels are compiled, is not counte
 store, encoded and stored, is timed as well.
 
 `step`: what a publication takes from a trainer's step. A whole trainer (float32 masters, moments in the host's memory,
-all layers checkpointed) takes steps of 128 sequences of 128 + 384 tokens, which end when the device is done: without
-publishing, with the last version published from the GPU while gradients are computed (`fleet.max_version_lag=1`), and
-with it published first. The three take turns; the first turn is not counted.
+all layers checkpointed) takes steps of `--sequences` of 128 + 384 tokens, in micro-batches of at most 65,536 tokens,
+which end when the device is done: without publishing, with the last version published from the GPU while gradients are
+computed (`fleet.max_version_lag=1`), and with it published first. The three take turns; the first is not counted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measured(versions: list, target, rounds: int) -> tuple[dict[str, float], dic
         return {part: statistics.median(taken) for part, taken in parts.items()}, whole
 
 
-def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
+def stepped(layers: int, rounds: int, sequences: int, device: str) -> list[Figure]:
     """Seconds of a trainer's step without publishing, and with it."""
     from gpu_shapes import SHAPES, TINY, random_model
 
@@ -116,9 +116,9 @@ def stepped(layers: int, rounds: int, device: str) -> list[Figure]:
     small = device == "cpu"
     config = {**(TINY if small else SHAPES["8B"])[1], "num_hidden_layers": layers}
     model = random_model(config, device)
-    count, prompt, new = (4, 8, 24) if small else (128, 128, 384)
+    count, prompt, new = (4, 8, 24) if small else (sequences, 128, 384)
     settings = TrainerConfig(
-        lr=1e-6, max_batch_tokens=count * (prompt + new), checkpoint_layers="all",
+        lr=1e-6, max_batch_tokens=min(65536, count * (prompt + new)), checkpoint_layers="all",
         offload="none" if small else "moments",
     )  # fmt: skip
     trainer, generator = Trainer(model, settings), np.random.default_rng(0)
@@ -188,11 +188,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--sequences", type=int, default=128, help="in a step of `step`, of 512 tokens each")
     parser.add_argument("--only", choices=["device", "host", "step"])
     args = parser.parse_args()
     figures = []
     if args.only in (None, "step"):
-        figures += stepped(args.layers, args.rounds, "cuda" if torch.cuda.is_available() else "cpu")
+        figures += stepped(args.layers, args.rounds, args.sequences, "cuda" if torch.cuda.is_available() else "cpu")
     if args.only != "step":
         figures += versions_measured(args.layers, args.lr, args.rounds, args.only)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
