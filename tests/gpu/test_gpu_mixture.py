@@ -270,6 +270,19 @@ GRADIENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_experts_that_no_token_goes_to_have_gradients_of_zero(tokens):
+    """A rank whose experts get no row still takes part in the backward."""
+    x, up, down = randn(tokens, 40), randn(8, 24, 40, seed=1), randn(8, 40, 12, seed=2)
+    leaves = [each.requires_grad_() for each in (x, up, down)]
+    out = OURS.experts(*leaves, torch.full((tokens, 2), 3, device="cuda"))
+    assert out.shape == (tokens, 2, 40)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
+    idle = [0, 1, 2, 4, 5, 6, 7] if tokens else range(8)
+    assert not any(grad[list(idle)].any() for grad in grads[1:])
+
+
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("name", list(GRADIENTS))
 def test_gradients_are_the_reference_in_float64_and_repeat_themselves(name):

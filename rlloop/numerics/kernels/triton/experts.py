@@ -73,7 +73,7 @@ class _Experts(torch.autograd.Function):
         activated = _activated(both)
         ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, activated)
         ctx.height, ctx.top_k = groups.height, top_k
-        return grouped.product(activated, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
+        return grouped.product(activated, down, groups, rows, order=order, scatter=True).unflatten(0, (tokens, top_k))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,7 +92,7 @@ class _Experts(torch.autograd.Function):
             )
         if needs[0]:
             each = grouped.product(grad_both, plain_up, groups, rows, by_row=False, order=order, scatter=True)
-            grad_x = each.view(-1, top_k, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+            grad_x = each.unflatten(0, (len(x), top_k)).sum(1, dtype=torch.float32).to(x.dtype)
         return grad_x, grad_gate_up, grad_down, None
 
 
@@ -107,7 +107,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
     else:
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
     activated = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
-    return grouped.product(activated, down, groups, rows, order=order, scatter=True).view(tokens, top_k, -1)
+    return grouped.product(activated, down, groups, rows, order=order, scatter=True).unflatten(0, (tokens, top_k))
 
 
 class _Fp8Experts(_Experts):
@@ -122,7 +122,7 @@ class _Fp8Experts(_Experts):
         ctx.save_for_backward(x, gate_up, down, order, groups.offsets, groups.table, both, activated)
         ctx.height, ctx.top_k = groups.height, top_k
         out = fp8.product(*fp8.fp8_rows(activated), down, rows, x.dtype, groups, order=order, scatter=True)
-        return out.view(tokens, top_k, -1)
+        return out.unflatten(0, (tokens, top_k))
 
 
 def fp8_gated_experts(x: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _by_head(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
     groups = sorting.groups_of(offsets, tokens * heads, x.dtype)
     rows = x.transpose(0, 1).flatten(0, 1)
     out = grouped.product(rows, weight, groups, len(rows), by_row=by_row)
-    return out.view(heads, tokens, -1).transpose(0, 1).contiguous()
+    return out.unflatten(0, (heads, tokens)).transpose(0, 1).contiguous()
 
 
 def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
