@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models.layers import Step
+from rlloop.models.peer_gathers import peers_among
 from rlloop.numerics.operators.mixture import Spread
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ALONE, ParallelContext
@@ -48,6 +49,23 @@ def same_tokens(context: ParallelContext) -> Ranks:
     """The ranks of an expert group that compute the same tokens: those of tensor parallelism."""
     ep, tp = context.ranks("ep"), context.tp
     return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
+
+
+def written_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step) -> Tensor | None:
+    """Outputs [T, k, D] of the experts chosen [T, k] for tokens x [T, D] that all ranks have: each GPU writes its own
+    experts' into the others' memory. None where they cannot: then `exchange_experts` does it. Collective."""
+    ep, tp = step.context.ranks("ep"), step.context.tp
+    peers = peers_among(tp) if ep.size == tp.size and step.ops.fuses else None
+    if peers is None or not peers.holds(x.dtype, chosen.numel(), x.shape[1]):
+        return None
+    begin, end = share(experts.count, ep.size, ep.rank)
+    outputs = experts.computed(x, _own(chosen, begin, end), dict(experts.named_parameters()), step)
+    return peers.chosen(outputs, chosen, begin, end)
+
+
+def _own(chosen: Tensor, begin: int, end: int) -> Tensor:
+    """Choices counted from this rank's first expert; those of other ranks' experts are the number of its own."""
+    return torch.where((chosen >= begin) & (chosen < end), chosen - begin, end - begin)
 
 
 def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step, every: Tokens | None = None) -> Tensor:
@@ -125,8 +143,7 @@ def _all_tokens(experts: OwnExperts, chosen: Tensor, step: Step, ep: Ranks, ever
     (tokens, top_k), (begin, end) = chosen.shape, share(experts.count, ep.size, ep.rank)
     x, wanted, slots = every
     step = step if slots is None else step.of_slots(slots)
-    mine = torch.where((wanted >= begin) & (wanted < end), wanted - begin, end - begin)
-    outputs = experts.computed(x, mine, dict(experts.named_parameters()), step).flatten(1)
+    outputs = experts.computed(x, _own(wanted, begin, end), dict(experts.named_parameters()), step).flatten(1)
     back = ep.exchange(outputs, [tokens] * ep.size, [tokens] * ep.size).view(ep.size, tokens, top_k, -1)
     owner = ((chosen + 1) * ep.size - 1) // experts.count  # the inverse of `share`
     return back.gather(0, owner[None, :, :, None].expand(1, -1, -1, back.shape[-1]))[0]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlloop.models.architecture import MixtureConfig, ModelConfig
-from rlloop.models.expert_exchange import Tokens, exchange_experts, same_tokens
+from rlloop.models.expert_exchange import Tokens, exchange_experts, same_tokens, written_experts
 from rlloop.models.layers import Divisions, Linear, Mlp, PlainMlp, Step
 from rlloop.numerics.routing import Clamped
 from rlloop.parallel.context import ParallelContext
@@ -144,6 +144,8 @@ class Mixture(nn.Module):
         alike = same_tokens(step.context)
         if alike.size == 1:
             return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+        if (outputs := written_experts(self.experts, x, chosen, step)) is not None:
+            return step.ops.combine(outputs, chosen, weights, shared)
         count = len(x)
         each = -(-count // alike.size)
         if step.even and each * alike.size > count:

@@ -53,6 +53,18 @@ class PeerGathers:
         """`silu_mul` of x [T, K] times own rows of gate and up -> [T, F]."""
         return self._made(x, rows, lambda to: self._kernels.gated_linear_into(x, gate, up, to.whole, to.places))
 
+    def chosen(self, x: Tensor, experts: Tensor, begin: int, end: int) -> Tensor:
+        """Rows x [T, k, N] of this rank, which are those of the experts [T, k] from `begin` to `end` - 1 -> all ranks'
+        rows."""
+        to = self._memory.buffer(experts.numel(), x.shape[-1], 0)
+        self._kernels.write_chosen(x, experts, begin, end, to.places)
+        self._meet()
+        return to.whole.view_as(x)
+
+    def holds(self, dtype: torch.dtype, rows: int, width: int) -> bool:
+        """True if a gather of as many rows is possible."""
+        return dtype == torch.bfloat16 and 0 < rows * width <= self.numbers and width % ALIGNED == 0
+
     def takes(self, x: Tensor, *divisions: Division | None) -> bool:
         """True if x [T, ...] may be gathered, or its products: in each of these divisions."""
         if x.dtype != torch.bfloat16 or x.ndim != 2 or not len(x):
@@ -88,4 +100,9 @@ def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) 
 
 def peers_of(division: Division | None) -> PeerGathers | None:
     """The gathers of a division's ranks, if they are open and no gradient is needed."""
-    return None if division is None or torch.is_grad_enabled() else _opened.get(division.ranks)
+    return None if division is None else peers_among(division.ranks)
+
+
+def peers_among(ranks: Ranks) -> PeerGathers | None:
+    """As `peers_of`, of all ranks of an axis."""
+    return None if torch.is_grad_enabled() else _opened.get(ranks)

@@ -270,6 +270,21 @@ GRADIENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_choice_of_no_expert_is_left_out(tokens, dtype):
+    """Its number is that of the experts: a rank has a choice of other ranks' experts so."""
+    x, up, down = (
+        randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(tokens, 64), (8, 96, 64), (8, 64, 48)])
+    )
+    chosen = choices(tokens, 8, 3)
+    wanted = OURS.experts(x, up, down, chosen)
+    begin, end = 2, 5
+    own = (chosen >= begin) & (chosen < end)
+    mine = torch.where(own, chosen - begin, end - begin)
+    assert same_bits(OURS.experts(x, up[begin:end], down[begin:end], mine)[own], wanted[own])
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_experts_that_no_token_goes_to_have_gradients_of_zero(tokens):
     """A rank whose experts get no row still takes part in the backward."""

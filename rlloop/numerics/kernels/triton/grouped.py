@@ -71,10 +71,10 @@ def _sums(
     return sums
 
 
-@triton.jit(do_not_specialize=["tasks", "copies"])
+@triton.jit(do_not_specialize=["tasks", "count", "copies"])
 def _product(
-    x, weight, x_tiles, w_tiles, out, order, offsets, table, tasks, outputs, width, w_group, w_row, w_column, copies,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BY_ROW: tl.constexpr, WHOLE: tl.constexpr,
+    x, weight, x_tiles, w_tiles, out, order, offsets, table, tasks, count, outputs, width, w_group, w_row, w_column,
+    copies, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BY_ROW: tl.constexpr, WHOLE: tl.constexpr,
     GATHER: tl.constexpr, SCATTER: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr, FETCH: tl.constexpr,
     FETCH_X: tl.constexpr, EARLY: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +93,7 @@ def _product(
     lane = tl.arange(0, ROWS)
     if EACH:
         group, begin = tl.load(table + tile).to(tl.int32), tile
+        group = tl.where(group < count, group, -1)
     else:
         group, begin = tl.load(table + tile * 2), tl.load(table + tile * 2 + 1)
     if group >= 0:
@@ -162,10 +163,10 @@ def product(
     tasks = len(groups.table)
     _product[(tasks * triton.cdiv(outputs, tiles.outputs),)](
         x, weight, x_tiles, w_tiles, out, groups.table if order is None else order, groups.offsets, groups.table, tasks,
-        outputs, width, weight.stride(0), w_row, w_column, max(gather, 1), ROWS=height, OUTPUTS=tiles.outputs,
-        WIDTH=tiles.width, BY_ROW=by_row, WHOLE=width % tiles.width == 0, GATHER=gather > 0, SCATTER=scatter,
-        PAIRS=activate, EACH=groups.each, FETCH=fetch, FETCH_X=fetch_x, EARLY=early, BAND=BAND, num_warps=tiles.warps,
-        num_stages=tiles.stages if early else 2, launch_pdl=early,
+        len(weight), outputs, width, weight.stride(0), w_row, w_column, max(gather, 1), ROWS=height,
+        OUTPUTS=tiles.outputs, WIDTH=tiles.width, BY_ROW=by_row, WHOLE=width % tiles.width == 0, GATHER=gather > 0,
+        SCATTER=scatter, PAIRS=activate, EACH=groups.each, FETCH=fetch, FETCH_X=fetch_x, EARLY=early, BAND=BAND,
+        num_warps=tiles.warps, num_stages=tiles.stages if early else 2, launch_pdl=early,
     )  # fmt: skip
     return out
 

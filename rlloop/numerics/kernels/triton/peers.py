@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.linear import chain, few_rows, product
 from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
 
@@ -51,6 +51,34 @@ def write(x: Tensor, addresses: Tensor, stride: int, gate: Tensor | None = None,
             x, x if gate is None else gate, addresses, rows, width, x.stride(0), stride, first_row, ROWS=height,
             BLOCK=block, PLACES=len(addresses), GATED=gate is not None, EARLY=hopper(x.device), num_warps=8,
             launch_pdl=hopper(x.device), **EXACT,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["begin", "end"])
+def _write_chosen(
+    x, chosen, addresses, begin, end, width, BLOCK: tl.constexpr, PLACES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(chosen + row)
+    if (expert >= begin) & (expert < end):
+        inside, at = column < width, row * width + column
+        values = tl.load(x + at, inside)
+        for index in tl.static_range(PLACES):
+            tl.store(tl.multiple_of(tl.load(addresses + index).to(x.dtype), 16) + at, values, inside)
+
+
+def write_chosen(x: Tensor, chosen: Tensor, begin: int, end: int, addresses: Tensor) -> None:
+    """Rows of x [..., N] whose number of chosen [...] is from `begin` to `end` - 1, to the same rows at each of
+    `addresses` [P] int64."""
+    x, chosen, width = aligned(x), chosen.contiguous(), x.shape[-1]
+    block = min(1024, power_of_two(width))
+    if chosen.numel():
+        _write_chosen[(chosen.numel(), triton.cdiv(width, block))](
+            x, chosen, addresses, begin, end, width, BLOCK=block, PLACES=len(addresses), EARLY=hopper(x.device),
+            num_warps=4, launch_pdl=hopper(x.device),
         )  # fmt: skip
 
 
