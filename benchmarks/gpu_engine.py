@@ -261,7 +261,8 @@ def figures_of(shape: str, works: list[str], names: list[str], rounds: int, seed
     figures = []
     for work in works:
         title = f"engine, {words} bf16, {WORKS[work]}, logprobs"
-        bound = rates and shape in SHAPES and engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates)
+        bounded = rates is not None and shape in SHAPES
+        bound = engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates) if bounded else None
         peers = [peer for peer in AIMS if peer in names]
         for name in (name for name in names if name not in AIMS):
             more = "" if name == "rlloop" else f", {name}"

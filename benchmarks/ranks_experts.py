@@ -168,7 +168,7 @@ def main() -> None:
     if given.quick or given.tiny:
         print(table(figures))
     else:
-        report(f"ranks_experts_{given.gpus}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+        report(f"ranks-experts-{given.gpus}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
 
 
 if __name__ == "__main__":

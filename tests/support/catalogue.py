@@ -39,7 +39,7 @@ class Standing:
 
 CHECKS = "families' checks"
 DENSE = Standing("yes", "CPU, GPU", "yes", CHECKS)
-RECURRENT = Standing("operations", "no", "yes", f"{CHECKS}; operations on an H200")
+RECURRENT = Standing("yes", "no", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
 STANDINGS = {  # by architecture
     "LlamaForCausalLM": replace(DENSE, proven=f"{CHECKS}; SmolLM2 trained on a GPU"),
     "Qwen3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape on GPUs"),
@@ -48,14 +48,12 @@ STANDINGS = {  # by architecture
     "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "GlmMoeDsaForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
-    "Qwen3_5MoeForConditionalGeneration": replace(
-        RECURRENT, proven=f"{CHECKS}, with images; operations but the tower's on an H200"
-    ),
+    "Qwen3_5MoeForConditionalGeneration": replace(RECURRENT, proven=f"{CHECKS}, with images; small sizes on an H200"),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, gpu="not run", vllm="no", lora="not tried", proven=f"{CHECKS}, with images; kernels in an interpreter"
+        DENSE, vllm="no", lora="not tried", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
-    "GptOssForCausalLM": replace(RECURRENT, vllm="CPU"),
+    "GptOssForCausalLM": Standing("operations", "CPU", "yes", f"{CHECKS}; operations on an H200"),
 }
 
 
