@@ -52,7 +52,7 @@ class Ranks:
             whole.narrow(dim, 0, x.shape[dim]).copy_(x)
             x = whole
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(_bytes(gathered), _bytes(x.contiguous()), group=self.group)
+        _gather_into(_bytes(gathered), _bytes(x.contiguous()), group=self.group)
         if dim == 0 and min(extents) == largest:
             return gathered.flatten(0, 1)
         each = zip(gathered.unbind(), extents, strict=True)
@@ -79,7 +79,7 @@ class Ranks:
             return x
         rows = x.split(list(sizes))
         if min(sizes) == max(sizes):
-            dist.all_gather_into_tensor(_bytes(x), _bytes(rows[self.rank]), group=self.group)
+            _gather_into(_bytes(x), _bytes(rows[self.rank]), group=self.group)
             return x
         for source, chunk in enumerate(rows):
             if len(chunk):
@@ -167,6 +167,10 @@ def buckets(sizes: Sequence[int], kinds: Sequence[object] | None = None) -> list
         if sum(sizes[each] for each in bucket) + SMALL > BUCKET:
             complete.append(waiting.pop(kind))
     return complete + list(waiting.values())
+
+
+# torch 2.13's name for what 2.11 and 2.12 call `all_gather_into_tensor`
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -115,8 +115,14 @@ def test_nothing_adds_over_the_network():
     root = Path(rlloop.__file__).parent
     for path in root.rglob("*.py"):
         text = path.read_text()
-        for name in ("all_reduce(", "reduce_scatter_tensor(", "dist.reduce("):
+        for name in ("all_reduce(", "reduce_scatter_tensor(", "reduce_scatter_single(", "dist.reduce("):
             assert name not in text, f"{path} calls {name}: gather, and add on one rank in a fixed order"
         if path != root / "parallel" / "collectives.py":
-            for name in ("all_gather_into", "all_to_all_single", "all_gather_object", "broadcast_object_list"):
+            for name in (
+                "all_gather_into",
+                "all_gather_single",
+                "all_to_all_single",
+                "all_gather_object",
+                "broadcast_object_list",
+            ):
                 assert name not in text, f"{path} calls {name}; rlloop/parallel/collectives.py does that"

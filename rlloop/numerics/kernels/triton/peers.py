@@ -83,18 +83,20 @@ def write_chosen(x: Tensor, chosen: Tensor, begin: int, end: int, addresses: Ten
 
 
 @triton.jit
-def _meet(flags, round, rank, RANKS: tl.constexpr, EARLY: tl.constexpr):
+def _meet(flags, round, rank, RANKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
     """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    now = tl.load(round) + 1
-    for other in tl.static_range(RANKS):
-        tl.atomic_xchg(tl.load(flags + other).to(round.dtype) + rank, now, sem="release", scope="sys")
-    mine = tl.load(flags + rank).to(round.dtype)
-    for other in tl.static_range(RANKS):
-        while tl.atomic_add(mine + other, 0, sem="acquire", scope="sys") < now:
-            pass
+    now, other = tl.load(round) + 1, tl.arange(0, WIDE)
+    there = other < RANKS
+    # A rank a lane: a word to another GPU takes a microsecond or two, and they are all under way at once.
+    theirs = tl.load(flags + other, there, 0).to(round.dtype) + rank
+    tl.atomic_xchg(theirs, tl.zeros((WIDE,), tl.int64) + now, there, sem="release", scope="sys")
+    mine, behind = tl.load(flags + rank).to(round.dtype) + other, 1
+    while behind > 0:
+        seen = tl.atomic_add(mine, tl.zeros((WIDE,), tl.int64), there, sem="acquire", scope="sys")
+        behind = tl.max(tl.where(there & (seen < now), 1, 0), 0)
     tl.store(round, now)
 
 
@@ -103,8 +105,10 @@ def meet(flags: Tensor, round: Tensor, rank: int) -> None:
 
     flags [R] int64: addresses of R int64 each, zero at first; round [1] int64, zero at first.
     """
-    early = hopper(flags.device)
-    _meet[(1,)](flags, round, rank, RANKS=len(flags), EARLY=early, num_warps=1, launch_pdl=early)
+    early, ranks = hopper(flags.device), len(flags)
+    _meet[(1,)](
+        flags, round, rank, RANKS=ranks, WIDE=power_of_two(ranks), EARLY=early, num_warps=1, launch_pdl=early
+    )  # fmt: skip
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, addresses: Tensor) -> None:
