@@ -22,6 +22,8 @@ CASES = {
     "experts": Case({**SHARED, **KINDS["mixture"]}, "bfloat16", {"balance_coef": 0.1}, steps=20),
     "latent": Case({**SHARED, **KINDS["latent"]}, "bfloat16", {"expert_bias_rate": 0.01}, steps=3),
     "reference": Case({**SHARED, **KINDS["dense"]}, "bfloat16", reference=True),
+    "adapter": Case({**SHARED, **KINDS["dense"]}, "bfloat16", adapter=("all-linear", "lm_head"), reference=True),
+    "adapter of experts": Case({**SHARED, **KINDS["mixture"]}, "bfloat16", adapter=("all-linear",)),
 }
 LAYOUTS = {
     1: [{}],
