@@ -252,17 +252,22 @@ class Writes:
         return not any(int(each) for each in wrong)
 
 
-def patched_digests(patches: Mapping[str, tuple[DeviceBits, Patch]]) -> dict[str, bytes]:
-    """Digest of each tensor with its patch applied, by name; copies a few tensors at a time."""
-    digest_of, names, news, size = dict[str, bytes](), list[str](), list[Tensor](), 0
-    for name, (old, patch) in patches.items():
-        names.append(name)
-        news.append(patched(old, patch).tensor)
-        size += old.nbytes
-        if size > HASHED:
-            digest_of |= zip(names, blake3.digests(news), strict=True)
-            names, news, size = [], [], 0
-    return digest_of | dict(zip(names, blake3.digests(news), strict=True))
+class PatchedDigests:
+    """Digests of tensors with their patches applied. Copies and hashes a few tensors at a time, as they come."""
+
+    def __init__(self) -> None:
+        self._digest_of, self._news, self._size = dict[str, bytes](), dict[str, Tensor](), 0
+
+    def add(self, name: str, old: DeviceBits, patch: Patch) -> None:
+        self._news[name], self._size = patched(old, patch).tensor, self._size + old.nbytes
+        if self._size > HASHED:
+            self.all()
+
+    def all(self) -> dict[str, bytes]:
+        """By name."""
+        self._digest_of |= zip(self._news, blake3.digests(list(self._news.values())), strict=True)
+        self._news, self._size = {}, 0
+        return self._digest_of
 
 
 def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:

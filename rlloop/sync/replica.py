@@ -185,7 +185,7 @@ class Replica:
         staged: dict[str, staging.Staged] = {}
         reading = 0.0
         for manifest in manifests:
-            reading += self._decode(manifest, plan, staged)
+            reading += self._decode(manifest, plan, staged, hashes=manifest is manifests[-1])
         decoded = time.perf_counter()
         self._enter(State.verify)
         verified = self._verify(manifests[-1], plan, staged)
@@ -333,8 +333,11 @@ class Replica:
         identity = manifest.state_of or link.manifest
         return manifest, Applied(manifest.run_id, manifest.step, manifest.sequence, identity, manifest.root)
 
-    def _decode(self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged]) -> float:
-        """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store."""
+    def _decode(
+        self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged], hashes: bool
+    ) -> float:
+        """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store. `hashes`: they are
+        the last ones, so a device hashes what is decoded while the host decodes more."""
 
         def one(group: list[Entry], content: bytes, chunks: list[Future[Changes]]) -> list[staging.Staged]:
             whole = group[0].codec in codec.WHOLE
@@ -351,8 +354,9 @@ class Replica:
                 content = reader.read(group[0].start, group[0].size)
                 chunks = staging.begin(group, content, pool)  # before `one`, which waits for them: first in, first out
                 pending.append((group, pool.submit(one, group, content, chunks)))
-            for group, decoded in pending:
-                staged.update(zip((entry.name for entry in group), decoded.result(), strict=True))
+            decoded = (pair for group, made in pending for pair in zip(group, made.result(), strict=True))
+            named = ((entry.name, new) for entry, new in decoded)
+            staged.update(staging.hashed(named, lambda name: self._live(plan[name][0])) if hashes else named)
             return reader.seconds
 
     def _before(self, entry: Entry, plan: Mapping[str, list[str]], staged: Mapping[str, staging.Staged]) -> Bits | None:
@@ -370,15 +374,11 @@ class Replica:
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: Mapping[str, staging.Staged]
     ) -> dict[str, bytes]:
         """Digests of every live tensor after the commit. Raises `Refused` if the state's root is not the manifest's."""
-        staged_digests = {name: new.digest for name, new in staged.items() if new.digest is not None}
-        rest = {name: new.change for name, new in staged.items() if new.digest is None}
-        whole = {name: new for name, new in rest.items() if not isinstance(new, Patch)}
+        # Some tensors were changed by links before the last one alone.
+        complete = dict(staging.hashed(staged.items(), lambda name: self._live(plan[name][0])))
+        staged_digests = {name: new.digest for name, new in complete.items() if new.digest is not None}
+        whole: Any = {name: new.change for name, new in complete.items() if new.digest is None}
         staged_digests |= digests(whole, whole.__getitem__, self._threads_for(whole.values()))
-        patches: Any = {name: (self._live(plan[name][0]), new) for name, new in rest.items() if isinstance(new, Patch)}
-        if patches:
-            from rlloop.sync import device  # Triton's
-
-            staged_digests |= device.patched_digests(patches)
         of_live: dict[str, bytes] = {}  # by live name
         of_tensors: dict[str, bytes] = {}
         for entry in manifest.tensors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
@@ -95,6 +95,24 @@ def on_top(new: Staged, old: Bits) -> Staged:
         return Staged(device.on_top(old, new.change), new.digest)
     old.array.reshape(-1)[new.change.places] = new.change.values
     return Staged(old, new.digest)
+
+
+def hashed(named: Iterable[tuple[str, Staged]], live: Callable[[str], Any]) -> Iterator[tuple[str, Staged]]:
+    """The same tensors; patches without a digest, which are those of `live` tensors on a device, get one. It hashes
+    several at a time, as they come."""
+    rest, hashing = dict[str, Patch](), None
+    for name, new in named:
+        if new.digest is not None or not isinstance(new.change, Patch):
+            yield name, new
+            continue
+        if hashing is None:
+            from rlloop.sync import device
+
+            hashing = device.PatchedDigests()
+        hashing.add(name, live(name), new.change)
+        rest[name] = new.change
+    if hashing is not None:
+        yield from ((name, Staged(rest[name], digest)) for name, digest in hashing.all().items())
 
 
 _scratch = threading.local()
