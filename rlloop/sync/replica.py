@@ -336,8 +336,8 @@ class Replica:
     def _decode(
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged], hashes: bool
     ) -> float:
-        """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store. `hashes`: they are
-        the last ones, so a device hashes what is decoded while the host decodes more."""
+        """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store. `hashes`: no more
+        changes come after these, so a device hashes what is decoded while the host decodes."""
 
         def one(group: list[Entry], content: bytes, chunks: list[Future[Changes]]) -> list[staging.Staged]:
             whole = group[0].codec in codec.WHOLE
