@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.inputs import Image, ModelInput
+from rlloop.inputs import BytePatches, Image, ModelInput
 from rlloop.models.architecture import VisionConfig
 from rlloop.models.config import read_config
 from rlloop.models.config_reader import Keys, read_json
@@ -97,6 +100,22 @@ class ImageProcessor:
         pixels = np.asarray(picture.resize((width, height), pillow.Resampling.BICUBIC))
         return self._cut(pixels)
 
+    def images(self, pictures: Sequence[Any]) -> list[Image]:
+        """`image` of each, with its digest, several at a time: Pillow, numpy and SHA-256 let other threads run.
+
+        Raises as `image`, for the first that does.
+        """
+
+        def digested(picture: Any) -> Image:
+            image = self.image(picture)
+            _ = image.digest
+            return image
+
+        if len(pictures) < 2:
+            return [digested(picture) for picture in pictures]
+        with ThreadPoolExecutor(min(len(pictures), _processors())) as threads:
+            return list(threads.map(digested, pictures))
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels that a picture of this size is resized to."""
         if min(width, height) < 1 or max(width, height) > SLIMMEST * min(width, height):
@@ -115,14 +134,18 @@ class ImageProcessor:
 
     def _cut(self, pixels: np.ndarray) -> Image:
         """[H, W, 3] uint8 -> patches in the tower's order: squares of merged ones, row by row."""
-        scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
-        normal = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        size, merge = self.vision.patch_size, self.vision.merge_size
+        size, merge, channels = self.vision.patch_size, self.vision.merge_size, pixels.shape[2]
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-        squares = normal.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        squares = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, channels)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # squares, patches of one, channel, pixels
-        frames = np.repeat(patches[:, :, :, :, :, None], self.vision.temporal_patch_size, axis=5)
-        return Image(frames.reshape(rows * columns, -1), rows, columns, pixels)
+        codes = patches.reshape(rows * columns, channels, size * size)
+        return Image(BytePatches(codes, self._numbers, self.vision.temporal_patch_size), rows, columns, pixels)
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """[3, 256] float32: each byte of each channel, normalised."""
+        scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
+        return (scaled - np.array(self.mean, np.float32)[:, None]) / np.array(self.std, np.float32)[:, None]
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> ModelInput:
         """A prompt in which one placeholder token stands for each image, in order, with as many as it needs.
@@ -144,6 +167,11 @@ class ImageProcessor:
             positions += range(len(ids), len(ids) + features)
             ids += [token] * features
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _opened(content: bytes) -> Any:
