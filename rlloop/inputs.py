@@ -75,10 +75,10 @@ class Image:
         """SHA-256 of grid and patches, as hexadecimal."""
         hashed = sha256(b"%d %d " % (self.height, self.width))
         if self.bytes is None:
-            hashed.update(self.patches)
+            hashed.update(self.patches.data)
         else:  # in pieces that stay in a processor's cache
             for begin in range(0, self.shape[0], HASHED_AT_ONCE):
-                hashed.update(self.bytes.decoded(begin, begin + HASHED_AT_ONCE))
+                hashed.update(self.bytes.decoded(begin, begin + HASHED_AT_ONCE).data)
         return hashed.hexdigest()
 
 

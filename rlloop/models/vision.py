@@ -93,6 +93,12 @@ class LayerNorm(Biased):
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, EPS)
 
+    def of_sum(self, delta: Tensor, stream: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """(the norm of delta + stream, that sum)."""
+        if stream is None:
+            return self(delta, ops), delta
+        return ops.add_layer_norm(delta, stream, self.weight, self.bias, EPS)
+
 
 class VisionAttention(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
@@ -123,9 +129,11 @@ class VisionBlock(nn.Module):
         self.norm1, self.norm2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
         self.attn, self.mlp = VisionAttention(config), VisionMlp(config)
 
-    def forward(self, x: Tensor, step: TowerStep) -> Tensor:
-        x = x + self.attn(self.norm1(x, step.ops), step)
-        return x + self.mlp(self.norm2(x, step.ops), step.ops)
+    def forward(self, delta: Tensor, stream: Tensor | None, step: TowerStep) -> tuple[Tensor, Tensor]:
+        """The sum of delta and stream is this block's input, and that of the two results its output."""
+        normed, stream = self.norm1.of_sum(delta, stream, step.ops)
+        normed, stream = self.norm2.of_sum(self.attn(normed, step), stream, step.ops)
+        return self.mlp(normed, step.ops), stream
 
 
 class Merger(nn.Module):
@@ -187,13 +195,15 @@ class Tower(nn.Module):
         layout = AttentionLayout.of_sequences(lengths, weight.device)
         step = TowerStep(layout, (cos, sin), positions, ops)
         patches = torch.cat([patches_on(image, weight.device, weight.dtype) for image in images])
-        x = self.patch_embed(patches, ops) + self._positions(grids, weight)
+        delta, stream = self.patch_embed(patches, ops) + self._positions(grids, weight), None
         deep = {}
         for index, block in enumerate(self.blocks):
-            x = run(index, block, x, step)
+            delta, stream = run(index, block, delta, stream, step)
             if index in config.deepstack:
-                deep[index] = self.deepstack_merger_list[config.deepstack.index(index)](x, ops)
-        features = torch.stack([self.merger(x, ops), *(deep[index] for index in config.deepstack)])
+                delta, stream = delta + stream, None
+                deep[index] = self.deepstack_merger_list[config.deepstack.index(index)](delta, ops)
+        last = delta if stream is None else delta + stream
+        features = torch.stack([self.merger(last, ops), *(deep[index] for index in config.deepstack)])
         return list(features.split([length // config.merge_size**2 for length in lengths], dim=1))
 
     def _positions(self, grids: Sequence[_Grid], weight: Tensor) -> Tensor:

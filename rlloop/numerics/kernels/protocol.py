@@ -120,6 +120,11 @@ class Kernels(Protocol):
         """-> (of x, of weight, of bias)."""
         ...
 
+    @property
+    def add_layer_norm(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
+        """`Ops.add_layer_norm(x, residual, weight, bias, eps)` in one launch, without a gradient."""
+        ...
+
     def gelu(self, x: Tensor, tanh: bool) -> Tensor:
         """`Ops.gelu`."""
         ...

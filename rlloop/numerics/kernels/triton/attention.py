@@ -277,11 +277,18 @@ def _join_parts(
 
 
 def value_rows(v: Tensor) -> tuple[Tensor, int]:
-    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents are part of wider
-    rows, and a cache is not copied for their sake."""
-    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and v.data_ptr() % ALIGNMENT == 0:
+    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents, and values made
+    together with queries and keys, are parts of wider rows, and are not copied for their sake.
+
+    The compiler knows which steps are multiples of 16, and lays tiles out by it: one that is where the copy's is not,
+    or the other way round, would be read by another kernel.
+    """
+    _, groups, width = v.shape
+    apart = v.stride(2) == 1 and (groups == 1 or v.stride(1) == width) and v.stride(0) >= groups * width
+    alike = groups == 1 or (v.stride(0) % ALIGNMENT == 0) == (groups * width % ALIGNMENT == 0)
+    if apart and alike and v.data_ptr() % ALIGNMENT == 0:
         return v, v.stride(0)
-    return aligned(v), v.shape[1] * v.shape[2]
+    return aligned(v), groups * width
 
 
 def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:

@@ -21,6 +21,7 @@ from rlloop.numerics.kernels.triton.adapted import (
     one_adapter,
 )
 from rlloop.numerics.kernels.triton.elementwise import (
+    add_layer_norm,
     gelu,
     gelu_backward,
     layer_norm,
@@ -68,6 +69,7 @@ __all__ = [
     "adapted_grouped_linear",
     "adapted_linear",
     "adapted_rows",
+    "add_layer_norm",
     "attention",
     "attention_backward",
     "causal_conv",

@@ -3,7 +3,7 @@
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
 K. Few rows have a kernel of their own (`small_batch_linear`). From `VENDOR_ROWS` rows on, cuBLAS does the work
 where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
-kernel hangs on the shape alone.
+kernel hangs on the shape alone, and with a bias on how far addresses are aligned.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
+VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 
 
@@ -155,8 +156,12 @@ def chain(
     return out
 
 
-def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N] in `dtype`, by cuBLAS."""
+def vendor(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by cuBLAS. With a bias, `dtype` must be that of x."""
+    if bias is not None:
+        return torch.addmm(bias, x, weight.T, out=out)
     if dtype == x.dtype:
         return torch.mm(x, weight.T, out=out)
     return torch.mm(x, weight.T, out_dtype=dtype, out=out)
@@ -165,32 +170,41 @@ def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = N
 _agreed: dict[tuple, bool] = {}
 
 
-def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int) -> bool:
+def vendor_agrees(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int, biased: bool = False
+) -> bool:
     """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured."""
-    key = (rows, outputs, width, dtype, out, device)
+    key = (rows, outputs, width, dtype, out, device, biased)
     if key not in _agreed and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)
         bits = torch.int16 if out.itemsize == 2 else torch.int32
         draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
-        inputs = (_cancelling(rows, outputs, width, dtype, generator) for _ in range(draws))
+        inputs = (_cancelling(rows, outputs, width, dtype, generator, biased) for _ in range(draws))
         _agreed[key] = all(
-            torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
-            for x, weight in inputs
+            torch.equal(vendor(x, weight, out, bias=bias).view(bits), chain(x, weight, bias, out).view(bits))
+            for x, weight, bias in inputs
         )
     return _agreed.get(key, False)
 
 
 def _cancelling(
-    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator, biased: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random factors whose products add up to almost nothing: what is left is rounding, and so the order of the sum,
-    which the rounding to 16 bits of an ordinary result would hide."""
+    which the rounding to 16 bits of an ordinary result would hide.
+
+    Biases are from far smaller to far larger than that, so that both the order and a sum that is rounded before its
+    bias would show.
+    """
     device, half = generator.device, width // 2
     x, weight = (torch.randn(n, width, dtype=dtype, device=device, generator=generator) for n in (rows, outputs))
     other = torch.randperm(half, device=device, generator=generator)
     x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, other], weight[:, other]
     x[:, 2 * half :] = 0
-    return x, weight
+    if not biased:
+        return x, weight, None
+    bias = torch.randn(outputs, device=device, generator=generator)
+    return x, weight, (bias * 2.0 ** -(torch.arange(outputs, device=device) % 24)).to(dtype)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -200,16 +214,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     whole = rows // step * step  # the rows that cuBLAS can have
     if few_rows(x, outputs):
         return chain(x, weight, bias, dtype)
-    if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
+    if whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
-        if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
+        takes = bias is None or (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias))
+        if takes and vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device(), bias is not None):
             if rows == whole:
-                return vendor(x, weight, dtype)
+                return vendor(x, weight, dtype, bias=bias)
             out = x.new_empty(rows, outputs, dtype=dtype)
-            vendor(x[:whole], weight, dtype, out=out[:whole])
-            chain(x[whole:], weight, None, dtype, out=out[whole:])
+            vendor(x[:whole], weight, dtype, out=out[:whole], bias=bias)
+            chain(x[whole:], weight, bias, dtype, out=out[whole:])
             return out
     return chain(x, weight, bias, dtype)
+
+
+def _well_aligned(*tensors: Tensor) -> bool:
+    """As tensors are that a shape is tried on."""
+    return all(each.is_contiguous() and each.data_ptr() % VENDOR_ALIGNMENT == 0 for each in tensors)
 
 
 def gradient(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:
