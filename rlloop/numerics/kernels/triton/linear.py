@@ -179,32 +179,36 @@ def vendor_agrees(
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)
         bits = torch.int16 if out.itemsize == 2 else torch.int32
         draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
-        inputs = (_cancelling(rows, outputs, width, dtype, generator, biased) for _ in range(draws))
-        _agreed[key] = all(
-            torch.equal(vendor(x, weight, out, bias=bias).view(bits), chain(x, weight, bias, out).view(bits))
-            for x, weight, bias in inputs
-        )
+
+        def same() -> bool:
+            x, weight = _cancelling(rows, outputs, width, dtype, generator)
+            bias = _spread(outputs, dtype, generator) if biased else None
+            theirs, ours = vendor(x, weight, out, bias=bias), chain(x, weight, bias, out)
+            return torch.equal(theirs.view(bits), ours.view(bits))
+
+        _agreed[key] = all(same() for _ in range(draws))
     return _agreed.get(key, False)
 
 
 def _cancelling(
-    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator, biased: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows: int, outputs: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Random factors whose products add up to almost nothing: what is left is rounding, and so the order of the sum,
-    which the rounding to 16 bits of an ordinary result would hide.
-
-    Biases are from far smaller to far larger than that, so that both the order and a sum that is rounded before its
-    bias would show.
-    """
+    which the rounding to 16 bits of an ordinary result would hide."""
     device, half = generator.device, width // 2
     x, weight = (torch.randn(n, width, dtype=dtype, device=device, generator=generator) for n in (rows, outputs))
     other = torch.randperm(half, device=device, generator=generator)
     x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, other], weight[:, other]
     x[:, 2 * half :] = 0
-    if not biased:
-        return x, weight, None
-    bias = torch.randn(outputs, device=device, generator=generator)
-    return x, weight, (bias * 2.0 ** -(torch.arange(outputs, device=device) % 24)).to(dtype)
+    return x, weight
+
+
+def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Biases from far smaller to far larger than what cancelling products leave, so that both the order of a sum and
+    one that is rounded before its bias would show."""
+    exponents = torch.arange(outputs, device=generator.device) % 24
+    bias = torch.randn(outputs, device=generator.device, generator=generator)
+    return (bias * 2.0**-exponents).to(dtype)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
