@@ -68,7 +68,7 @@ def test_with_a_bias_addresses_are_those_of_the_trial(calls, which):
     moved = torch.empty(tensors[which].numel() + 256, dtype=torch.bfloat16)
     begin = -moved.data_ptr() % 256 // 2 + 8  # 16 bytes on
     tensors[which] = moved[begin : begin + tensors[which].numel()].view_as(tensors[which]).copy_(tensors[which])
-    product(*tensors, torch.bfloat16)
+    product(tensors[0], tensors[1], tensors[2], torch.bfloat16)
     assert calls == [("ours", 256, True)]
 
 
