@@ -147,6 +147,30 @@ def test_parts_of_wider_rows_have_the_bits_of_their_copies(heads, width, dtype):
     assert all(same_bits(one, other) for one, other in zip(made(False), made(True), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1024, 1, 700], [2090, 64]])
+@pytest.mark.parametrize(("heads", "width"), [(16, 72), (6, 72), (4, 64), (2, 80), (2, 128)])
+def test_both_kernels_of_attention_agree_and_read_no_other_image(heads, width, lengths, dtype, monkeypatch):
+    """The first image's numbers are not numbers; of a head narrower than a tile the next head's are read, too."""
+    from rlloop.numerics.kernels.triton import attention, launch, prefill
+
+    tokens = sum(lengths)
+    q, k = (drawn(tokens, heads, width, dtype=dtype, seed=seed) for seed in range(2))
+    v = drawn(tokens, 3, heads, width, dtype=dtype, seed=2)[:, 2]  # a part of wider rows
+    for each in (q, k, v):
+        each[: lengths[0]] = torch.nan
+    layout = AttentionLayout.of_sequences(lengths, CUDA)
+    read, step = attention.value_rows(v)
+    assert launch.gluon_runs(CUDA), "another GPU, or another Triton: there is one kernel only"
+    assert prefill.takes(q, k, read, step, 1, max(lengths), causal=False)
+    with torch.no_grad():
+        whole = OURS.full_attention(q, k, v, layout, 0.2)
+        monkeypatch.setattr(attention, "gluon_runs", lambda device: False)
+        other = OURS.full_attention(q, k, v, layout, 0.2)
+    assert whole[lengths[0] :].isfinite().all()
+    assert same_bits(whole[lengths[0] :], other[lengths[0] :])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_patches_that_the_device_looks_up_or_rounds_are_the_hosts(dtype):
     codes = np.random.default_rng(0).integers(0, 256, (24, 3, 256), dtype=np.uint8)

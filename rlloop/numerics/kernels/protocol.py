@@ -176,9 +176,10 @@ class Kernels(Protocol):
         ...
 
     def full_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, longest: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """`attention` of whole sequences in which each query reads all keys of its own, in both directions."""
+        """`attention` of whole sequences in which each query reads all keys of its own, in both directions. The host
+        knows that none has more than `longest`."""
         ...
 
     def full_attention_backward(

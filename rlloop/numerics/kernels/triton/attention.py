@@ -332,10 +332,10 @@ def attention(
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
     part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
-    decode, prefill = _better_kernels(q.device) if causal and not window and sinks is None else (None, None)
-    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size):
+    decode, prefill = _better_kernels(q.device) if not window and sinks is None else (None, None)
+    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size, causal):
         prefill.run(
-            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse,
+            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse, causal,
         )  # fmt: skip
     elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(
