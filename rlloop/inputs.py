@@ -13,7 +13,7 @@ import numpy as np
 
 from rlloop.errors import ConfigError
 
-HASHED_AT_ONCE = 16  # patches
+HASHED_AT_ONCE = 32  # patches
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,10 @@ class BytePatches:
 
     def decoded(self, begin: int = 0, end: int | None = None) -> np.ndarray:
         """[n, C * frames * N] float32: the numbers of patches `begin` up to `end`."""
-        codes, channels = self.codes[begin:end], np.arange(len(self.numbers))
-        numbers = self.numbers.reshape(-1).take(np.add(codes, 256 * channels[:, None], dtype=np.int64), mode="clip")
-        frames = np.broadcast_to(numbers[:, :, None], (*codes.shape[:2], self.frames, codes.shape[2]))
+        codes = self.codes[begin:end]
+        frames = np.empty((*codes.shape[:2], self.frames, codes.shape[2]), np.float32)
+        for channel, numbers in enumerate(self.numbers):  # each operation lets other threads run
+            frames[:, channel] = numbers.take(codes[:, channel], mode="clip")[:, None]
         return frames.reshape(len(codes), -1)
 
 
@@ -49,11 +50,10 @@ class Image:
     ) -> None:
         """`patches` [height * width, numbers of a patch] float32, and the size of the grid in patches. `picture`
         [H, W, 3] uint8: for display."""
-        self.bytes = patches if isinstance(patches, BytePatches) else None  # None: only the numbers are known
         self.height, self.width, self.picture = height, width, picture
         if not isinstance(patches, BytePatches):
-            patches = self.patches = np.ascontiguousarray(patches, np.float32)
-        self.shape = patches.shape
+            patches = np.ascontiguousarray(patches, np.float32)
+        self._patches, self.shape = patches, patches.shape
         if len(self.shape) != 2 or self.shape[0] != height * width or not self.shape[0]:
             raise ConfigError(
                 f"an image has patches {list(self.shape)} and a grid of {height} x {width}; it needs one row a patch"
@@ -64,21 +64,25 @@ class Image:
     def __repr__(self) -> str:
         return f"Image({self.height} x {self.width} patches of {self.shape[1]} numbers)"
 
-    @cached_property
+    @property
+    def bytes(self) -> BytePatches | None:
+        """The patches as bytes; None: only their numbers are known."""
+        return self._patches if isinstance(self._patches, BytePatches) else None
+
+    @property
     def patches(self) -> np.ndarray:
-        """[height * width, numbers of a patch] float32."""
-        assert self.bytes is not None
-        return self.bytes.decoded()
+        """[height * width, numbers of a patch] float32. From bytes they are made anew, and not kept."""
+        return self._patches.decoded() if isinstance(self._patches, BytePatches) else self._patches
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of grid and patches, as hexadecimal."""
         hashed = sha256(b"%d %d " % (self.height, self.width))
-        if self.bytes is None:
-            hashed.update(self.patches.data)
-        else:  # in pieces that stay in a processor's cache
+        if isinstance(self._patches, BytePatches):  # in pieces that stay in a processor's cache
             for begin in range(0, self.shape[0], HASHED_AT_ONCE):
-                hashed.update(self.bytes.decoded(begin, begin + HASHED_AT_ONCE).data)
+                hashed.update(self._patches.decoded(begin, begin + HASHED_AT_ONCE).data)
+        else:
+            hashed.update(self._patches.data)
         return hashed.hexdigest()
 
 
