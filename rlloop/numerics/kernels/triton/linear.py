@@ -55,6 +55,7 @@ HALF = (  # of 16-bit numbers: (up to so many rows, up to so many outputs, the t
     (512, 4096, Tiles(64, 128, 128, False, 4, 4)),
     (512, 65536, Tiles(64, 128, 64, False, 4, 3)),
     (512, None, Tiles(128, 128, 64, False, 4, 3)),
+    (1024, 2048, Tiles(64, 128, 64, False, 4, 4)),  # by the number of tiles, three times as many; not measured
     (None, None, Tiles(128, 256, 64, False, 8, 3)),
 )
 DEEP = Tiles(32, 64, 256, True, 4, 4)  # for 17 to 64 rows where K is 4096 or more and outputs are few
