@@ -103,7 +103,8 @@ class ImageProcessor:
     def images(self, pictures: Sequence[Any]) -> list[Image]:
         """`image` of each, with its digest, several at a time: Pillow, numpy and SHA-256 let other threads run.
 
-        Raises as `image`, for the first that does.
+        One object that comes several times is prepared once: Pillow may still be reading its file. Raises as `image`,
+        for the first that does.
         """
 
         def digested(picture: Any) -> Image:
@@ -111,10 +112,14 @@ class ImageProcessor:
             _ = image.digest
             return image
 
-        if len(pictures) < 2:
-            return [digested(picture) for picture in pictures]
-        with ThreadPoolExecutor(min(len(pictures), _processors())) as threads:
-            return list(threads.map(digested, pictures))
+        distinct = {id(picture): picture for picture in pictures}
+        if len(distinct) < 2:
+            made = map(digested, distinct.values())
+        else:
+            with ThreadPoolExecutor(min(len(distinct), _processors())) as threads:
+                made = threads.map(digested, distinct.values())
+        images = dict(zip(distinct, made, strict=True))
+        return [images[id(picture)] for picture in pictures]
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels that a picture of this size is resized to."""

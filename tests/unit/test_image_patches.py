@@ -78,6 +78,17 @@ def test_of_several_pictures_the_first_wrong_one_is_refused():
     assert made_by.images([]) == []
 
 
+def test_a_picture_that_comes_twice_is_prepared_once(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    one, other = pictures(2)
+    pillow.fromarray(one).save(tmp_path / "one.png")
+    made_by = processor(*FACTORS["halves"])
+    with pillow.open(tmp_path / "one.png") as read_late:
+        images = made_by.images([read_late, other, read_late])
+    assert images[0] is images[2]
+    assert [each.digest for each in images[:2]] == [made_by.image(each).digest for each in (one, other)]
+
+
 def test_wrong_patches_are_refused():
     numbers, codes = np.zeros((3, 256), np.float32), np.zeros((6, 3, 4), np.uint8)
     assert Image(BytePatches(codes, numbers, 2), 2, 3).shape == (6, 24)
