@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -187,15 +186,14 @@ def _opened(content: bytes) -> Any:
     if len(content) > MOST_BYTES:
         raise ConfigError(f"a picture has {len(content)} bytes; at most {MOST_BYTES} are read")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            picture = pillow.open(io.BytesIO(content), formats=FORMATS)
-            if picture.width * picture.height > MOST_PIXELS:
-                raise ConfigError(
-                    f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
-                )
-            picture.load()
-            return ImageOps.exif_transpose(picture)
+        # Pillow warns of pictures that are larger still; warnings are not to be changed while other threads run.
+        picture = pillow.open(io.BytesIO(content), formats=FORMATS)
+        if picture.width * picture.height > MOST_PIXELS:
+            raise ConfigError(
+                f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
+            )
+        picture.load()
+        return ImageOps.exif_transpose(picture)
     except UnidentifiedImageError as error:
         raise ConfigError(f"a picture of {len(content)} bytes is not one of {', '.join(FORMATS)}") from error
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
