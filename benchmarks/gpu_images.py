@@ -1,6 +1,6 @@
 """Milliseconds to read pictures and answer with one token: rlloop's engine beside vLLM, Qwen3-VL-8B's shape.
 
-    python benchmarks/gpu_images.py [--vllm] [--layers 12] [--seconds 300] [--quick] [--tiny]
+    python benchmarks/gpu_images.py [--vllm] [--parts] [--layers 12] [--seconds 300] [--quick] [--tiny]
 
 1 and 16 requests, each a picture of 512 x 512 pixels (1,024 patches, which the tower merges to 256 tokens) among 64
 tokens of text, and one new token. The tower is whole; of the decoder's 36 layers there are `--layers`, so that its
@@ -9,6 +9,10 @@ after the other: one round to warm up, then three on new pictures, whose median 
 patches made before, and the trainer computes its logprobs again, of which none may differ.
 
 vLLM runs as it comes, with its default processor, no videos, no statistics and no detokenisation.
+
+`--parts` records nothing and says where rlloop's time goes: the processor, patches on their way to the device, the
+tower (also: until its last launch, which is the host's part), and the engine with features known before; then, of one
+answer, the operations that take most of the device's time and of the host's.
 """
 
 from __future__ import annotations
@@ -16,18 +20,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from children import tell, told
 from gpu_shapes import save_random
 from results_schema import Figure, report, table
+
+if TYPE_CHECKING:
+    from rlloop import Engine
 
 ROUNDS, WARM = 3, 1
 START, END, PAD, VIDEO = 151652, 151653, 151655, 151656  # tokens that mark images, as released
@@ -132,15 +140,21 @@ def rlloop_side(folder: Path, sizes: dict[str, Any]) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, processor = rlloop.load_model(folder, dtype="bfloat16", device=device), ImageProcessor.of_folder(folder)
-    engine = rlloop.Engine(model, max_cache_tokens=32768, max_running=max(sizes["requests"]))
+    engine = rlloop.Engine(
+        model, max_cache_tokens=32768, max_running=max(sizes["requests"]), prefix_caching=not sizes.get("parts")
+    )
 
     def prompts(asked: Round) -> list[Any]:
-        return [processor.prompt(ids, [processor.image(picture)]) for ids, picture in asked]
+        images = processor.images([picture for _, picture in asked])
+        return [processor.prompt(ids, [image]) for (ids, _), image in zip(asked, images, strict=True)]
 
     def answer(given: list[Any]) -> list[Any]:
         sampling = [rlloop.SamplingParams(1, seed=at, ignore_eos=True) for at in range(len(given))]
         return engine.generate(given, sampling)
 
+    if sizes.get("parts"):
+        parts(engine, sizes, prompts, answer)
+        return
     rounds("pictures", sizes, lambda asked: asked, lambda asked: answer(prompts(asked)))
     engine.set_version(1)  # forgets the features of images
     rounds("patches", sizes, prompts, answer)
@@ -153,6 +167,51 @@ def rlloop_side(folder: Path, sizes: dict[str, Any]) -> None:
     engines = np.concatenate([each.logprobs for each in made])
     differ = int((scored.view(np.int32) != engines.view(np.int32)).sum())
     tell(differ=differ, tokens=len(scored), prompt=len(given[0].token_ids))
+
+
+def parts(
+    engine: Engine, sizes: dict[str, Any], prompts: Callable[[Round], list[Any]], answer: Callable[[Any], object]
+) -> None:
+    """Tell the seconds of each part, and print what takes most of them. The engine keeps features, but no prefixes."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from rlloop.models.vision import patches_on
+
+    model, cuda = engine.model, engine.model.device.type == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+
+    def timed(part: str, count: int, counts: bool, work: Callable[[], Any], launched: str | None = None) -> Any:
+        begin = time.perf_counter()
+        made = work()
+        returned = time.perf_counter() - begin
+        wait()
+        if counts:
+            if launched is not None:
+                tell(part=launched, requests=count, seconds=returned)
+            tell(part=part, requests=count, seconds=time.perf_counter() - begin)
+        return made
+
+    for count in sizes["requests"]:
+        for index in range(WARM + ROUNDS):
+            asked, counts = requests_of(count, index, sizes), index >= WARM
+            given = timed("processor", count, counts, lambda asked=asked: prompts(asked))
+            images = [image for prompt in given for image in prompt.images]
+            with torch.inference_mode():
+                timed(
+                    "patches to the device", count, counts,
+                    lambda images=images: [patches_on(image, model.device, model.dtype) for image in images],
+                )  # fmt: skip
+                timed("tower", count, counts, lambda images=images: model.see(images), "tower, until launched")
+            timed("answer, patches given", count, counts, lambda given=given: answer(given))
+            timed("answer, features known", count, counts, lambda given=given: answer(given))
+        given = prompts(requests_of(count, WARM + ROUNDS, sizes))
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiled:
+            answer(given)
+            wait()
+        for key in (["self_device_time_total"] if cuda else []) + ["self_cpu_time_total"]:
+            listed = profiled.key_averages().table(sort_by=key, row_limit=16, max_name_column_width=60)
+            print(f"{count} requests, by {key}:\n{listed}", file=sys.stderr, flush=True)
 
 
 def vllm_side(folder: Path, sizes: dict[str, Any]) -> None:
@@ -199,6 +258,7 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
     parser.add_argument("--layers", type=int, default=12, help="of the decoder, which has 36")
     parser.add_argument("--seconds", type=float, default=540, help="of all; what is measured by then is recorded")
+    parser.add_argument("--parts", action="store_true", help="where rlloop's time goes; nothing recorded")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
     parser.add_argument("--child", nargs=3, metavar=("SIDE", "FOLDER", "SIZES"), help=argparse.SUPPRESS)
@@ -211,25 +271,32 @@ def main() -> int:
     words = "toy Qwen3-VL" if args.tiny else f"Qwen3-VL-8B, {args.layers} of 36 layers"
     found: dict[str, Found] = {side: {} for side in SIDES}
     facts: dict[str, Any] = {}
-    sides = [side for side in SIDES if args.vllm or side == "rlloop"]
+    found_parts: dict[tuple[int, str], list[float]] = {}
+    sides = [side for side in SIDES if side == "rlloop" or (args.vllm and not args.parts)]
     with tempfile.TemporaryDirectory() as folder:
         save_random(config_of(args.layers, args.tiny), folder)
         add_processor(Path(folder))
-        sizes = SMALL if args.tiny else SIZES
+        sizes = {**(SMALL if args.tiny else SIZES), "parts": args.parts}
         for at, side in enumerate(sides):
             seconds = (end - time.monotonic()) / (len(sides) - at)
             command = [sys.executable, __file__, "--child", side, folder, json.dumps(sizes)]
             try:
                 for made in told(command, seconds, {**os.environ, **SIDES[side]}):
                     print(f"{side}: {made}", file=sys.stderr, flush=True)
-                    if "what" in made:
+                    if "part" in made:
+                        found_parts.setdefault((made["requests"], made["part"]), []).append(made["seconds"])
+                    elif "what" in made:
                         found[side].setdefault((made["what"], made["requests"]), []).append(made["seconds"])
                     else:
                         facts = made
             except subprocess.CalledProcessError as error:
                 print(f"{side} ended with code {error.returncode}", file=sys.stderr, flush=True)
                 failed = True
+            for (count, part), times in found_parts.items():
+                print(f"{count} x {part}: {1000 * statistics.median(times):.2f} ms", flush=True)
             figures = figures_of(found["rlloop"], found["vllm"], facts, sizes, words)
+            if args.parts:
+                continue
             if args.quick or args.tiny:
                 print(table(figures), flush=True)
             elif figures:

@@ -13,34 +13,77 @@ import numpy as np
 
 from rlloop.errors import ConfigError
 
+HASHED_AT_ONCE = 32  # patches
+
 
 @dataclass(frozen=True, eq=False)
+class BytePatches:
+    """Patches as a picture's bytes: an eighth of the memory of their numbers, of which there are 256 a channel."""
+
+    codes: np.ndarray  # [P, C, N] uint8: a patch's pixels, by channel
+    numbers: np.ndarray  # [C, 256] float32: what each byte stands for
+    frames: int  # how often in succession a channel's pixels are repeated
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of `decoded`."""
+        count, channels, pixels = self.codes.shape
+        return count, channels * self.frames * pixels
+
+    def decoded(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """[n, C * frames * N] float32: the numbers of patches `begin` up to `end`."""
+        codes = self.codes[begin:end]
+        frames = np.empty((*codes.shape[:2], self.frames, codes.shape[2]), np.float32)
+        for channel, numbers in enumerate(self.numbers):  # each operation lets other threads run
+            frames[:, channel] = numbers.take(codes[:, channel], mode="clip")[:, None]
+        return frames.reshape(len(codes), -1)
+
+
 class Image:
     """An image after the model's processor: resized, normalised, and cut into patches in the vision tower's order.
 
-    Equal patches and grids have equal digests.
+    Equal patches and grids have equal digests. It is not to be changed.
     """
 
-    patches: np.ndarray  # [height * width, numbers of a patch] float32
-    height: int  # in patches
-    width: int
-    picture: np.ndarray | None = field(default=None, repr=False)  # [H, W, 3] uint8, for display
-
-    def __post_init__(self) -> None:
-        patches = np.ascontiguousarray(self.patches, np.float32)
-        if patches.ndim != 2 or len(patches) != self.height * self.width or not len(patches):
+    def __init__(
+        self, patches: np.ndarray | BytePatches, height: int, width: int, picture: np.ndarray | None = None
+    ) -> None:
+        """`patches` [height * width, numbers of a patch] float32, and the size of the grid in patches. `picture`
+        [H, W, 3] uint8: for display."""
+        self.height, self.width, self.picture = height, width, picture
+        if not isinstance(patches, BytePatches):
+            patches = np.ascontiguousarray(patches, np.float32)
+        self._patches, self.shape = patches, patches.shape
+        if len(self.shape) != 2 or self.shape[0] != height * width or not self.shape[0]:
             raise ConfigError(
-                f"an image has patches {list(patches.shape)} and a grid of {self.height} x {self.width}; it needs one "
-                "row a patch"
+                f"an image has patches {list(self.shape)} and a grid of {height} x {width}; it needs one row a patch"
             )
-        if not np.isfinite(patches).all():
+        if not np.isfinite(patches.numbers if isinstance(patches, BytePatches) else patches).all():
             raise ConfigError("an image has patches that are NaN or infinite")
-        object.__setattr__(self, "patches", patches)
+
+    def __repr__(self) -> str:
+        return f"Image({self.height} x {self.width} patches of {self.shape[1]} numbers)"
+
+    @property
+    def bytes(self) -> BytePatches | None:
+        """The patches as bytes; None: only their numbers are known."""
+        return self._patches if isinstance(self._patches, BytePatches) else None
+
+    @property
+    def patches(self) -> np.ndarray:
+        """[height * width, numbers of a patch] float32. From bytes they are made anew, and not kept."""
+        return self._patches.decoded() if isinstance(self._patches, BytePatches) else self._patches
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of grid and patches, as hexadecimal."""
-        return sha256(b"%d %d " % (self.height, self.width) + self.patches.tobytes()).hexdigest()
+        hashed = sha256(b"%d %d " % (self.height, self.width))
+        if isinstance(self._patches, BytePatches):  # in pieces that stay in a processor's cache
+            for begin in range(0, self.shape[0], HASHED_AT_ONCE):
+                hashed.update(self._patches.decoded(begin, begin + HASHED_AT_ONCE).data)
+        else:
+            hashed.update(self._patches.data)
+        return hashed.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -184,8 +227,10 @@ class ModelInput:
         """[n] or [axes, n] int64: positions of tokens `begin` to `end`, including tokens that follow the input."""
         if self.positions is None:
             return np.arange(begin, end)
-        known, following = self.positions[..., begin:end], np.arange(max(begin, len(self)), end) - len(self)
-        following += self.positions.max(initial=-1) + 1
+        known = self.positions[..., begin:end]
+        if end <= len(self):
+            return known.copy()
+        following = np.arange(max(begin, len(self)), end) - len(self) + self.positions.max(initial=-1) + 1
         return np.concatenate([known, np.broadcast_to(following, (*known.shape[:-1], len(following)))], axis=-1)
 
     def content_key(self, begin: int, end: int) -> bytes:
@@ -199,7 +244,7 @@ class ModelInput:
         positions = self.positions_at(begin, end)
         if not spans and (positions == np.arange(begin, end)).all():
             return b""
-        return repr((positions.tolist(), spans)).encode()
+        return repr((positions.shape, spans)).encode() + np.ascontiguousarray(positions, np.int64).tobytes()
 
 
 def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ConfigError
-from rlloop.inputs import Image, ModelInput
+from rlloop.inputs import BytePatches, Image, ModelInput
 from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.layers import Linear, Weight
 from rlloop.numerics.layout import AttentionLayout
@@ -93,6 +93,12 @@ class LayerNorm(Biased):
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, EPS)
 
+    def of_sum(self, delta: Tensor, stream: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        """(the norm of delta + stream, that sum)."""
+        if stream is None:
+            return self(delta, ops), delta
+        return ops.add_layer_norm(delta, stream, self.weight, self.bias, EPS)
+
 
 class VisionAttention(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
@@ -123,9 +129,11 @@ class VisionBlock(nn.Module):
         self.norm1, self.norm2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
         self.attn, self.mlp = VisionAttention(config), VisionMlp(config)
 
-    def forward(self, x: Tensor, step: TowerStep) -> Tensor:
-        x = x + self.attn(self.norm1(x, step.ops), step)
-        return x + self.mlp(self.norm2(x, step.ops), step.ops)
+    def forward(self, delta: Tensor, stream: Tensor | None, step: TowerStep) -> tuple[Tensor, Tensor]:
+        """The sum of delta and stream is this block's input, and that of the two results its output."""
+        normed, stream = self.norm1.of_sum(delta, stream, step.ops)
+        normed, stream = self.norm2.of_sum(self.attn(normed, step), stream, step.ops)
+        return self.mlp(normed, step.ops), stream
 
 
 class Merger(nn.Module):
@@ -180,29 +188,51 @@ class Tower(nn.Module):
     def forward(self, images: Sequence[Image], ops: Ops, run: Callable[..., Any]) -> list[Tensor]:
         """Features [1 + L, F, out] of each image. `run(index, block, *args)` calls a block."""
         weight, config = self.pos_embed.weight, self.config
-        grids = [_grid(image.height, image.width, config) for image in images]
-        cos, sin = (torch.cat(tables).to(weight.device) for tables in zip(*(grid.rope for grid in grids), strict=True))
-        lengths = [len(image.patches) for image in images]
+        grids = [_grid(image.height, image.width, config, weight.device) for image in images]
+        cos, sin = (torch.cat(tables) for tables in zip(*(grid.rope for grid in grids), strict=True))
+        lengths = [image.shape[0] for image in images]
         positions = torch.arange(sum(lengths), device=weight.device)
         layout = AttentionLayout.of_sequences(lengths, weight.device)
         step = TowerStep(layout, (cos, sin), positions, ops)
-        patches = torch.cat([torch.from_numpy(image.patches) for image in images]).to(weight.device, weight.dtype)
-        x = self.patch_embed(patches, ops) + self._positions(grids, weight)
+        patches = torch.cat([patches_on(image, weight.device, weight.dtype) for image in images])
+        delta, stream = self.patch_embed(patches, ops) + self._positions(grids, weight), None
         deep = {}
         for index, block in enumerate(self.blocks):
-            x = run(index, block, x, step)
+            delta, stream = run(index, block, delta, stream, step)
             if index in config.deepstack:
-                deep[index] = self.deepstack_merger_list[config.deepstack.index(index)](x, ops)
-        features = torch.stack([self.merger(x, ops), *(deep[index] for index in config.deepstack)])
+                delta, stream = delta + stream, None
+                deep[index] = self.deepstack_merger_list[config.deepstack.index(index)](delta, ops)
+        last = delta if stream is None else delta + stream
+        features = torch.stack([self.merger(last, ops), *(deep[index] for index in config.deepstack)])
         return list(features.split([length // config.merge_size**2 for length in lengths], dim=1))
 
     def _positions(self, grids: Sequence[_Grid], weight: Tensor) -> Tensor:
         """[P, D]: bilinear interpolation of four learned positions for each patch, in float32, rounded once."""
-        corners = torch.cat([grid.corners for grid in grids]).to(weight.device)
-        shares = torch.cat([grid.shares for grid in grids]).to(weight.device)
+        corners = torch.cat([grid.corners for grid in grids])
+        shares = torch.cat([grid.shares for grid in grids])
         near = embedding(corners.flatten(), weight).unflatten(0, (-1, 4))
         a, b, c, d = (near * shares[..., None]).unbind(1)
         return (a + b + c + d).to(weight.dtype)
+
+
+def patches_on(image: Image, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[P, patch_width] of an image, rounded once where the tower is: what the host would round has the same bits.
+
+    A GPU gets bytes where an image has them, and looks up their numbers: an eighth of what the host would write, read
+    and send.
+    """
+    if image.bytes is None or device.type == "cpu":
+        return torch.from_numpy(image.patches).to(device).to(dtype)
+    return looked_up(image.bytes, device, dtype)
+
+
+def looked_up(patches: BytePatches, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`patches.decoded()` in another type, made on the device."""
+    channels = len(patches.numbers)
+    numbers = torch.from_numpy(patches.numbers).to(dtype).to(device).flatten()
+    begins = 256 * torch.arange(channels, device=device)[:, None]
+    values = numbers[torch.from_numpy(patches.codes).to(device) + begins]
+    return values[:, :, None].expand(-1, -1, patches.frames, -1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -214,10 +244,13 @@ class _Grid:
     rope: tuple[Tensor, Tensor]  # cos and sin [P, head_dim / 2] float32
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 @torch.inference_mode(False)  # so that autograd may save the cached tensors
-def _grid(height: int, width: int, config: VisionConfig) -> _Grid:
-    """Patches are ordered row by row within squares of `merge_size`, and squares row by row; corners are aligned."""
+def _grid(height: int, width: int, config: VisionConfig, device: torch.device) -> _Grid:
+    """Patches are ordered row by row within squares of `merge_size`, and squares row by row; corners are aligned.
+
+    Made on the host, whose cosines may have other bits than a GPU's.
+    """
     merge, side = config.merge_size, config.side
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     squares = (height // merge, merge, width // merge, merge)
@@ -237,7 +270,7 @@ def _grid(height: int, width: int, config: VisionConfig) -> _Grid:
     quarter = config.head_dim // 2
     frequency = 1.0 / config.rope_theta ** (torch.arange(0, quarter, 2).float() / quarter)
     angle = torch.cat((row.float()[:, None] * frequency, column.float()[:, None] * frequency), -1)
-    return _Grid(corners, shares, (angle.cos(), angle.sin()))
+    return _Grid(corners.to(device), shares.to(device), (angle.cos().to(device), angle.sin().to(device)))
 
 
 def check_images(model_input: ModelInput, config: ModelConfig) -> None:
@@ -255,9 +288,9 @@ def check_images(model_input: ModelInput, config: ModelConfig) -> None:
             )
         if image.digest != span.digest:
             raise ConfigError(f"an image has the digest {image.digest:.12}, and its span says {span.digest:.12}")
-        if image.patches.shape[1] != vision.patch_width:
+        if image.shape[1] != vision.patch_width:
             raise ConfigError(
-                f"an image has patches of {image.patches.shape[1]} numbers; this model's have {vision.patch_width} "
+                f"an image has patches of {image.shape[1]} numbers; this model's have {vision.patch_width} "
                 f"({vision.channels} channels, {vision.temporal_patch_size} frames, {vision.patch_size} x "
                 f"{vision.patch_size} pixels). It was made by another model's processor"
             )

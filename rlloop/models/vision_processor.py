@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlloop.errors import ConfigError, ModelError
-from rlloop.inputs import Image, ModelInput
+from rlloop.inputs import BytePatches, Image, ModelInput
 from rlloop.models.architecture import VisionConfig
 from rlloop.models.config import read_config
 from rlloop.models.config_reader import Keys, read_json
@@ -97,6 +99,27 @@ class ImageProcessor:
         pixels = np.asarray(picture.resize((width, height), pillow.Resampling.BICUBIC))
         return self._cut(pixels)
 
+    def images(self, pictures: Sequence[Any]) -> list[Image]:
+        """`image` of each, with its digest, several at a time: Pillow, numpy and SHA-256 let other threads run.
+
+        One object that comes several times is prepared once: Pillow may still be reading its file. Raises as `image`,
+        for the first that does.
+        """
+
+        def digested(picture: Any) -> Image:
+            image = self.image(picture)
+            _ = image.digest
+            return image
+
+        distinct = {id(picture): picture for picture in pictures}
+        if len(distinct) < 2:
+            made = map(digested, distinct.values())
+        else:
+            with ThreadPoolExecutor(min(len(distinct), _processors())) as threads:
+                made = threads.map(digested, distinct.values())
+        images = dict(zip(distinct, made, strict=True))
+        return [images[id(picture)] for picture in pictures]
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels that a picture of this size is resized to."""
         if min(width, height) < 1 or max(width, height) > SLIMMEST * min(width, height):
@@ -115,14 +138,18 @@ class ImageProcessor:
 
     def _cut(self, pixels: np.ndarray) -> Image:
         """[H, W, 3] uint8 -> patches in the tower's order: squares of merged ones, row by row."""
-        scaled = (pixels.astype(np.float64) * self.factor).astype(np.float32)
-        normal = (scaled - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        size, merge = self.vision.patch_size, self.vision.merge_size
+        size, merge, channels = self.vision.patch_size, self.vision.merge_size, pixels.shape[2]
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-        squares = normal.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        squares = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, channels)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # squares, patches of one, channel, pixels
-        frames = np.repeat(patches[:, :, :, :, :, None], self.vision.temporal_patch_size, axis=5)
-        return Image(frames.reshape(rows * columns, -1), rows, columns, pixels)
+        codes = patches.reshape(rows * columns, channels, size * size)
+        return Image(BytePatches(codes, self._numbers, self.vision.temporal_patch_size), rows, columns, pixels)
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """[3, 256] float32: each byte of each channel, normalised."""
+        scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
+        return (scaled - np.array(self.mean, np.float32)[:, None]) / np.array(self.std, np.float32)[:, None]
 
     def prompt(self, token_ids: Sequence[int], images: Sequence[Image]) -> ModelInput:
         """A prompt in which one placeholder token stands for each image, in order, with as many as it needs.
@@ -146,6 +173,11 @@ class ImageProcessor:
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
 
 
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _opened(content: bytes) -> Any:
     """A picture from a file's bytes. Its size is checked before its pixels are decoded."""
     from PIL import Image as pillow
@@ -154,15 +186,14 @@ def _opened(content: bytes) -> Any:
     if len(content) > MOST_BYTES:
         raise ConfigError(f"a picture has {len(content)} bytes; at most {MOST_BYTES} are read")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            picture = pillow.open(io.BytesIO(content), formats=FORMATS)
-            if picture.width * picture.height > MOST_PIXELS:
-                raise ConfigError(
-                    f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
-                )
-            picture.load()
-            return ImageOps.exif_transpose(picture)
+        # Pillow warns of pictures that are larger still; warnings are not to be changed while other threads run.
+        picture = pillow.open(io.BytesIO(content), formats=FORMATS)
+        if picture.width * picture.height > MOST_PIXELS:
+            raise ConfigError(
+                f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
+            )
+        picture.load()
+        return ImageOps.exif_transpose(picture)
     except UnidentifiedImageError as error:
         raise ConfigError(f"a picture of {len(content)} bytes is not one of {', '.join(FORMATS)}") from error
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:

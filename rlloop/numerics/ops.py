@@ -300,6 +300,15 @@ class Ops:
         """Layer norm. x [T, D], weight and bias [D] -> [T, D]."""
         return self._as.layer_norm(x, weight, bias, eps)
 
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Layer norm of `x + residual`, which is rounded before. x [T, D] -> (normed [T, D], the sum [T, D])."""
+        if self.fuses and (work := kernels_for(x.device).add_layer_norm) is not None:
+            return work(x, residual, weight, bias, eps)
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def select(
         self, q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale: float, count: int
     ) -> Tensor:

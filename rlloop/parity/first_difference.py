@@ -36,6 +36,7 @@ KNOBS = {  # operation -> field of `NumericsProfile` that chooses its implementa
     "sparse_attention": "attention",
     "select": "indexer",
     "layer_norm": "indexer",
+    "add_layer_norm": "indexer",
     "index_weights": "indexer",
     "sigmoid_mul": "activation",
     "relu_squared": "activation",

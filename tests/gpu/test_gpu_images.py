@@ -14,6 +14,8 @@ from transformers.utils import logging
 from rlloop import Engine, SamplingParams, load_model, token_logprobs
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
+from rlloop.inputs import BytePatches, Image
+from rlloop.models.vision import patches_on
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits
@@ -112,6 +114,73 @@ def test_an_image_and_its_gradients_know_no_other(width, dtype):
     causal = OURS.attention(*qkv, AttentionLayout.of_sequences(LENGTHS, CUDA), 0.2)
     last = torch.tensor(LENGTHS, device=CUDA).cumsum(0) - 1
     assert same_bits(causal[last], whole[0][last])  # these queries read the same keys
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [40, 75, 288, 1152, 4608])
+def test_a_norm_with_its_sum_has_the_bits_of_the_two(width, dtype):
+    x, residual = (drawn(1300, width, dtype=dtype, seed=seed) for seed in range(2))
+    weight, bias = (drawn(width, dtype=dtype, seed=seed) for seed in (2, 3))
+    with torch.no_grad():
+        normed, total = OURS.add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert same_bits(total, x + residual)
+    assert same_bits(normed, OURS.layer_norm(x + residual, weight, bias, 1e-6))
+    apart = OURS.add_layer_norm(x.requires_grad_(), residual, weight, bias, 1e-6)  # two launches, as it has a gradient
+    assert same_bits(apart[0].detach(), normed)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype"), [(3, 20, torch.float32), (16, 72, torch.bfloat16), (3, 72, TYPES[2])]
+)
+def test_parts_of_wider_rows_have_the_bits_of_their_copies(heads, width, dtype):
+    """Queries, keys and values as one product makes them, without a copy, and their gradients."""
+    wide, tokens = drawn(sum(LENGTHS), 3 * heads * width, dtype=dtype), sum(LENGTHS)
+    cos, sin = (drawn(tokens, width // 2, seed=seed) for seed in (1, 2))
+    at, grad = torch.arange(tokens, device=CUDA), drawn(tokens, heads, width, dtype=dtype, seed=9)
+
+    def made(copied: bool) -> list[Tensor]:
+        leaf = wide.clone().requires_grad_()
+        q, k, v = (x.contiguous() if copied else x for x in leaf.unflatten(-1, (3, heads, width)).unbind(1))
+        out = attend(OURS, LENGTHS, OURS.rope(q, at, cos, sin), OURS.rope(k, at, cos, sin), v)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad)]
+
+    assert all(same_bits(one, other) for one, other in zip(made(False), made(True), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1024, 1, 700], [2090, 64]])
+@pytest.mark.parametrize(("heads", "width"), [(16, 72), (6, 72), (4, 64), (2, 80), (2, 128)])
+def test_both_kernels_of_attention_agree_and_read_no_other_image(heads, width, lengths, dtype, monkeypatch):
+    """The first image's numbers are not numbers; of a head narrower than a tile the next head's are read, too."""
+    from rlloop.numerics.kernels.triton import attention, launch, prefill
+
+    monkeypatch.setattr(prefill, "FULL", True)
+    tokens = sum(lengths)
+    q, k = (drawn(tokens, heads, width, dtype=dtype, seed=seed) for seed in range(2))
+    v = drawn(tokens, 3, heads, width, dtype=dtype, seed=2)[:, 2]  # a part of wider rows
+    for each in (q, k, v):
+        each[: lengths[0]] = torch.nan
+    layout = AttentionLayout.of_sequences(lengths, CUDA)
+    read, step = attention.value_rows(v)
+    assert launch.gluon_runs(CUDA), "another GPU, or another Triton: there is one kernel only"
+    assert prefill.takes(q, k, read, step, 1, max(lengths), causal=False)
+    with torch.no_grad():
+        whole = OURS.full_attention(q, k, v, layout, 0.2)
+        monkeypatch.setattr(attention, "gluon_runs", lambda device: False)
+        other = OURS.full_attention(q, k, v, layout, 0.2)
+    assert whole[lengths[0] :].isfinite().all()
+    assert same_bits(whole[lengths[0] :], other[lengths[0] :])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_patches_that_the_device_looks_up_or_rounds_are_the_hosts(dtype):
+    codes = np.random.default_rng(0).integers(0, 256, (24, 3, 256), dtype=np.uint8)
+    numbers = np.random.default_rng(1).normal(size=(3, 256)).astype(np.float32)
+    pixels = Image(BytePatches(codes, numbers, 2), 4, 6)
+    for each in (pixels, Image(pixels.patches, 4, 6)):
+        made = patches_on(each, CUDA, dtype)
+        assert made.device.type == "cuda"
+        assert same_bits(made.cpu(), torch.from_numpy(pixels.patches).to(dtype))
 
 
 @pytest.mark.parametrize("name", [*ROWS, "full_attention"])

@@ -126,6 +126,36 @@ def test_the_vendor_s_product_is_used_only_where_it_has_our_bits():
     print(f"{used} of {3 * len(SHAPES)} shapes by cuBLAS")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_vendor_s_product_with_a_bias_is_used_only_where_it_has_our_bits(dtype):
+    from rlloop.numerics.kernels.triton import linear
+
+    used, shapes = 0, [(1152, 3456), (1152, 1152), (1152, 4304), (4304, 1152), (1536, 1152), (4608, 4096)]
+    for rows, (width, outputs) in product((128, 1024, 2048, 4096 + 77), shapes):
+        x, weight = draw(rows, width, outputs, dtype)
+        bias = weight[:, 0].contiguous()
+        ours = linear.chain(x, weight, bias, dtype)
+        assert same_bits(linear.product(x, weight, bias, dtype), ours), (rows, width, outputs)
+        shifted = torch.empty(outputs + 1, dtype=dtype, device="cuda")[1:].copy_(bias)  # no address for cuBLAS
+        assert same_bits(linear.product(x, weight, shifted, dtype), ours)
+        agrees = linear.vendor_agrees(rows, outputs, width, dtype, dtype, 0, True)
+        assert not agrees or same_bits(linear.vendor(x, weight, dtype, bias=bias), ours)
+        used += agrees
+        print(f"{rows} x {width} -> {outputs}, {dtype}: {'cuBLAS' if agrees else 'ours'}")
+    print(f"{used} shapes by cuBLAS")
+
+
+def test_a_sum_that_is_rounded_before_its_bias_is_found(monkeypatch):
+    from rlloop.numerics.kernels.triton import linear
+
+    def twice(x, weight, dtype, out=None, bias=None):
+        return linear.chain(x, weight, None, dtype) + bias
+
+    monkeypatch.setattr(linear, "vendor", twice)
+    monkeypatch.setattr(linear, "_agreed", {})
+    assert not linear.vendor_agrees(256, 1024, 512, torch.bfloat16, torch.bfloat16, 0, True)
+
+
 def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
     """Sixteen bits of an ordinary sum mostly survive another order; those of a sum that cancels do not."""
     from rlloop.numerics.kernels.triton.linear import _cancelling, chain

@@ -43,6 +43,19 @@ def _with_index(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+_cast = InterpreterBuilder.cast_impl
+
+
+def _nearest(self: InterpreterBuilder, source: TensorHandle, to: Any) -> TensorHandle:
+    """Rounds to the nearest bfloat16, as a GPU does and PyTorch; the interpreter cuts the last 16 bits off."""
+    if not (source.dtype.scalar.is_fp32() and to.scalar.is_bf16()):
+        return _cast(self, source, to)
+    bits = np.ascontiguousarray(source.data).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    return TensorHandle(np.where(np.isnan(source.data), np.uint16(0x7FC0), rounded), to.scalar)
+
+
 np.seterr(all="ignore")  # a device does not warn
 InterpreterBuilder.create_dot, interpreter._patch_lang_tensor = _chain, _with_index
+InterpreterBuilder.cast_impl = _nearest
 register_kernels("cpu", __name__, packages=("triton",))

@@ -120,6 +120,11 @@ class Kernels(Protocol):
         """-> (of x, of weight, of bias)."""
         ...
 
+    @property
+    def add_layer_norm(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
+        """`Ops.add_layer_norm(x, residual, weight, bias, eps)` in one launch, without a gradient."""
+        ...
+
     def gelu(self, x: Tensor, tanh: bool) -> Tensor:
         """`Ops.gelu`."""
         ...
@@ -171,9 +176,10 @@ class Kernels(Protocol):
         ...
 
     def full_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, longest: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """`attention` of whole sequences in which each query reads all keys of its own, in both directions."""
+        """`attention` of whole sequences in which each query reads all keys of its own, in both directions. The host
+        knows that none has more than `longest`."""
         ...
 
     def full_attention_backward(

@@ -49,14 +49,14 @@ gelu = operator("gelu(Tensor x, bool tanh) -> Tensor", lambda x, tanh: torch.emp
 
 
 def _full_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, query_start, ctx.scale = inputs
+    q, k, v, query_start, _, ctx.scale = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, query_start, out, lse)
     ctx.mark_non_differentiable(lse)
 
 
 def _full_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *_full_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None
+    return *_full_gradients(*ctx.saved_tensors, grad, ctx.scale), None, None, None
 
 
 _full_gradients = operator(
@@ -65,7 +65,7 @@ _full_gradients = operator(
     lambda q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
 )
 _full_attention = operator(
-    "full_attention(Tensor q, Tensor k, Tensor v, Tensor query_start, float scale) -> (Tensor, Tensor)",
+    "full_attention(Tensor q, Tensor k, Tensor v, Tensor query_start, int longest, float scale) -> (Tensor, Tensor)",
     lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(len(q), q.shape[1], dtype=torch.float32)),
     _full_backward,
     _full_setup,
@@ -74,4 +74,5 @@ _full_attention = operator(
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
     assert layout.contiguous
-    return _full_attention(q, k, v, layout.query_start, scale)[0]
+    assert layout.families is None  # so a block is as long as the longest sequence
+    return _full_attention(q, k, v, layout.query_start, layout.block_size, scale)[0]

@@ -121,10 +121,11 @@ def _prompt(request: ChatFields, served: Served) -> tuple[list[int], bool, Model
         lacks = "tokenizer" if tokenizer is None else "chat template"
         text = f"messages need a chat template, and this engine's model folder has no {lacks}; use /v1/completions"
         raise BadField("messages", text, "no_chat_template")
-    images: list[Image] = []
-    messages = [_message(index, message, served, images) for index, message in enumerate(request.messages)]
+    pictures: list[tuple[str, bytes]] = []
+    messages = [_message(index, message, served, pictures) for index, message in enumerate(request.messages)]
     if not messages:
         raise BadField("messages", "messages is empty; it must have at least one")
+    images = _images(pictures, served)
     try:
         text = tokenizer.render(messages, request.chat_template_kwargs or {}, request.tools)
     except ConfigError as error:
@@ -139,37 +140,37 @@ def _prompt(request: ChatFields, served: Served) -> tuple[list[int], bool, Model
     return prompt.token_ids, opened, prompt if images else None
 
 
-def _message(index: int, message: dict[str, Any], served: Served, images: list[Image]) -> dict[str, Any]:
+def _message(index: int, message: dict[str, Any], served: Served, pictures: list[tuple[str, bytes]]) -> dict[str, Any]:
     """The message with its content as text, which templates concatenate; or as parts, where one of them is an image.
 
-    `images` gets these.
+    `pictures` gets where each of these is, and its file.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise BadField("messages", f"messages[{index}] has the role {role!r:.40}; it must be text such as 'user'")
     parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
-    read, pictures = list[dict[str, Any]](), 0
+    read, before = list[dict[str, Any]](), len(pictures)
     for part in parts:
         fields = part if isinstance(part, dict) else {}
         kind, text = fields.get("type"), fields.get("text")
         if kind == "text" and isinstance(text, str):
             read.append({"type": "text", "text": text})
         elif kind == "image_url":
-            images.append(_image(f"messages[{index}]", fields.get("image_url"), served))
-            if len(images) > MOST_IMAGES:
+            where = f"messages[{index}]"
+            pictures.append((where, _picture(where, fields.get("image_url"), served)))
+            if len(pictures) > MOST_IMAGES:
                 raise BadField("messages", f"messages has more than {MOST_IMAGES} images")
             read.append({"type": "image"})
-            pictures += 1
         else:
             problem = f"messages[{index}] has the content {content!r:.60}"
             raise BadField("messages", f'{problem}; it must be text, or a list of {{"type": "text", "text": ...}}')
-    if pictures:
+    if len(pictures) > before:
         return {**message, "content": read}
     return {**message, "content": "\n".join(part["text"] for part in read)}
 
 
-def _image(where: str, image_url: Any, served: Served) -> Image:
-    """The image of an `image_url` part. The URL must be a data URI; this server downloads nothing."""
+def _picture(where: str, image_url: Any, served: Served) -> bytes:
+    """The file in an `image_url` part. The URL must be a data URI; this server downloads nothing."""
     if served.images is None:
         raise BadField("messages", f"{where} has an image, and this engine's model reads text alone")
     url = image_url.get("url") if isinstance(image_url, dict) else image_url
@@ -181,11 +182,24 @@ def _image(where: str, image_url: Any, served: Served) -> Image:
             "this server fetches nothing",
         )
     try:
-        return served.images.image(base64.b64decode(data, validate=True))
+        return base64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise BadField("messages", f"{where} has an image_url that is no base64: {error}") from None
-    except ConfigError as error:
-        raise BadField("messages", f"{where}: {error}") from None
+
+
+def _images(pictures: list[tuple[str, bytes]], served: Served) -> list[Image]:
+    """All at a time; one after the other to say where a wrong one is."""
+    if served.images is None:
+        return []
+    try:
+        return served.images.images([content for _, content in pictures])
+    except ConfigError:
+        for where, content in pictures:
+            try:
+                served.images.image(content)
+            except ConfigError as error:
+                raise BadField("messages", f"{where}: {error}") from None
+        raise
 
 
 def _logprobs(ask: Generation, piece: Piece, name: Name) -> dict[str, Any] | None:

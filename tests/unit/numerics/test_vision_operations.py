@@ -141,3 +141,31 @@ def test_gelu_far_from_zero(tanh: bool) -> None:
     assert made.tolist() == [0, 0, pytest.approx(0, abs=1e-12), 0, 0, 9, 40, pytest.approx(1e15)]
     assert x.grad is not None
     assert x.grad.tolist() == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1], abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(2, 20), (4, 16), (3, 8), (16, 4)])
+def test_parts_of_wider_rows_have_the_bits_of_their_copies(heads: int, width: int, dtype: torch.dtype) -> None:
+    """Queries, keys and values as one product makes them, and their gradients."""
+    wide, at = draw(sum(LENGTHS), 3 * heads * width, dtype=dtype), torch.arange(sum(LENGTHS))
+    cos, sin = (draw(sum(LENGTHS), width // 2, seed=seed) for seed in (1, 2))
+    grad = draw(sum(LENGTHS), heads, width, dtype=dtype, seed=9)
+
+    def made(copied: bool) -> list[Tensor]:
+        leaf = wide.clone().requires_grad_()
+        q, k, v = (x.contiguous() if copied else x for x in leaf.unflatten(-1, (3, heads, width)).unbind(1))
+        out = attend(OURS, OURS.rope(q, at, cos, sin), OURS.rope(k, at, cos, sin), v)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad)]
+
+    assert all(torch.equal(one, other) for one, other in zip(made(False), made(True), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_norm_with_its_sum_has_the_bits_of_the_two(dtype: torch.dtype, grad: bool) -> None:
+    x, residual = (draw(67, 45, dtype=dtype, seed=seed) for seed in range(2))
+    weight, bias = (draw(45, dtype=dtype, seed=seed) for seed in (2, 3))
+    with torch.set_grad_enabled(grad):
+        normed, total = OURS.add_layer_norm(x, residual, weight, bias, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, OURS.layer_norm(x + residual, weight, bias, 1e-6))

@@ -66,8 +66,10 @@ def _backward(
     return gradients
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    context, longest = torch.zeros_like(query_start[1:]), int(query_start.diff().max()) if len(query_start) > 1 else 1
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    context = torch.zeros_like(query_start[1:])
     return attention(q, k, v, query_start, context, query_start[:-1, None], longest, scale, 0, 0, None, causal=False)
 
 

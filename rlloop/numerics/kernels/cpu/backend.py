@@ -61,7 +61,7 @@ from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_b
 
 keep_freed()
 
-gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = one_adapter = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = one_adapter = add_layer_norm = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "adapted_grouped_linear",
     "adapted_linear",
     "adapted_rows",
+    "add_layer_norm",
     "attention",
     "attention_backward",
     "causal_conv",

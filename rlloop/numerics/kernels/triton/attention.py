@@ -277,11 +277,18 @@ def _join_parts(
 
 
 def value_rows(v: Tensor) -> tuple[Tensor, int]:
-    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents are part of wider
-    rows, and a cache is not copied for their sake."""
-    if v.shape[1] == 1 and v.stride(2) == 1 and v.stride(0) >= v.shape[2] and v.data_ptr() % ALIGNMENT == 0:
+    """Values [slots, G, D] that a kernel can read, and how far one slot is from the next. Latents, and values made
+    together with queries and keys, are parts of wider rows, and are not copied for their sake.
+
+    The compiler knows which steps are multiples of 16, and lays tiles out by it: one that is where the copy's is not,
+    or the other way round, would be read by another kernel.
+    """
+    _, groups, width = v.shape
+    apart = v.stride(2) == 1 and (groups == 1 or v.stride(1) == width) and v.stride(0) >= groups * width
+    alike = groups == 1 or (v.stride(0) % ALIGNMENT == 0) == (groups * width % ALIGNMENT == 0)
+    if apart and alike and v.data_ptr() % ALIGNMENT == 0:
         return v, v.stride(0)
-    return aligned(v), v.shape[1] * v.shape[2]
+    return aligned(v), groups * width
 
 
 def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
@@ -325,10 +332,10 @@ def attention(
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))
     part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
-    decode, prefill = _better_kernels(q.device) if causal and not window and sinks is None else (None, None)
-    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size):
+    decode, prefill = _better_kernels(q.device) if not window and sinks is None else (None, None)
+    if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size, causal):
         prefill.run(
-            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse,
+            q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse, causal,
         )  # fmt: skip
     elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(

@@ -21,6 +21,7 @@ from rlloop.numerics.kernels.triton.adapted import (
     one_adapter,
 )
 from rlloop.numerics.kernels.triton.elementwise import (
+    add_layer_norm,
     gelu,
     gelu_backward,
     layer_norm,
@@ -68,6 +69,7 @@ __all__ = [
     "adapted_grouped_linear",
     "adapted_linear",
     "adapted_rows",
+    "add_layer_norm",
     "attention",
     "attention_backward",
     "causal_conv",
@@ -172,9 +174,11 @@ def families_backward(
     return dense_backward.attention_backward(q, k, v, start, out, lse, grad, scale, window, families=layout)
 
 
-def full_attention(q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    context, most = torch.zeros_like(query_start[1:]), len(q)  # keys: the longest sequence is known on the device only
-    return dense.attention(q, k, v, query_start, context, query_start[:-1, None], most, scale, causal=False)
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    context = torch.zeros_like(query_start[1:])
+    return dense.attention(q, k, v, query_start, context, query_start[:-1, None], longest, scale, causal=False)
 
 
 def full_attention_backward(

@@ -100,10 +100,17 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _layer_norm(x, weight, bias, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _layer_norm(
+    x, residual, weight, bias, stream, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
     values = tl.load(x + row * WIDTH + column, inside, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total = values + tl.load(residual + row * WIDTH + column, inside, 0.0).to(tl.float32)
+        kept = total.to(stream.dtype.element_ty)
+        tl.store(stream + row * WIDTH + column, kept, inside)
+        values = kept.to(tl.float32)
     away = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(away * away, 0) / WIDTH + eps)
     gain = tl.load(weight + column, inside, 0.0).to(tl.float32)
@@ -112,13 +119,25 @@ def _layer_norm(x, weight, bias, out, eps, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _layer_normed(x, None, weight, bias, eps)[0]
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _layer_normed(x, residual, weight, bias, eps)
+
+
+def _layer_normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(normed, what was normed)."""
     x, width = aligned(x), x.shape[-1]
-    out = torch.empty_like(x)
+    out, stream = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     if out.numel():
         _layer_norm[(out.numel() // width,)](
-            x, aligned(weight), aligned(bias), out, eps, WIDTH=width, BLOCK=power_of_two(width), num_warps=4, **EXACT
-        )
-    return out
+            x, x if residual is None else aligned(residual), aligned(weight), aligned(bias), stream, out, eps,
+            WIDTH=width, BLOCK=power_of_two(width), HAS_RESIDUAL=residual is not None, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return out, stream
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -273,10 +292,10 @@ def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["rows"])
 def _rope(
-    x, positions, cos, sin, sign, out, rows, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    x, stride, positions, cos, sin, sign, out, rows, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is one head of one token."""
+    """A row is one head of one token; tokens of x are `stride` numbers apart."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < HALF)[None, :]
@@ -284,22 +303,26 @@ def _rope(
     table = position[:, None] * HALF + column[None, :]
     c = tl.load(cos + table, inside, 0.0)
     s = tl.load(sin + table, inside, 0.0) * sign
+    source = (row // HEADS).to(tl.int64) * stride + row % HEADS * (2 * HALF)
+    low = tl.load(x + source[:, None] + column[None, :], inside, 0.0).to(tl.float32)
+    high = tl.load(x + source[:, None] + column[None, :] + HALF, inside, 0.0).to(tl.float32)
     at = row.to(tl.int64)[:, None] * (2 * HALF) + column[None, :]
-    low = tl.load(x + at, inside, 0.0).to(tl.float32)
-    high = tl.load(x + at + HALF, inside, 0.0).to(tl.float32)
     tl.store(out + at, (low * c - high * s).to(out.dtype.element_ty), inside)
     tl.store(out + at + HALF, (high * c + low * s).to(out.dtype.element_ty), inside)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    x = aligned(x)
-    out, (tokens, heads, width) = torch.empty_like(x), x.shape
+    """Queries or keys may be part of wider rows, as a product of all three makes them, and are not copied first."""
+    tokens, heads, width = x.shape
+    if x.stride(2) != 1 or x.stride(1) != width:
+        x = x.contiguous()
+    out = x.new_empty(x.shape)
     if out.numel():
         block = power_of_two(width // 2)
         height = max(1, 1024 // block)
         _rope[(triton.cdiv(tokens * heads, height),)](
-            x, positions.contiguous(), cos.contiguous(), sin.contiguous(), float(sign), out, tokens * heads,
-            HEADS=heads, HALF=width // 2, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
+            x, x.stride(0), positions.contiguous(), cos.contiguous(), sin.contiguous(), float(sign), out,
+            tokens * heads, HEADS=heads, HALF=width // 2, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
         )  # fmt: skip
     return out
 

@@ -3,7 +3,7 @@
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
 K. Few rows have a kernel of their own (`small_batch_linear`). From `VENDOR_ROWS` rows on, cuBLAS does the work
 where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
-kernel hangs on the shape alone.
+kernel hangs on the shape alone, and with a bias on how far addresses are aligned.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
+VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 
 
@@ -54,7 +55,7 @@ HALF = (  # of 16-bit numbers: (up to so many rows, up to so many outputs, the t
     (512, 4096, Tiles(64, 128, 128, False, 4, 4)),
     (512, 65536, Tiles(64, 128, 64, False, 4, 3)),
     (512, None, Tiles(128, 128, 64, False, 4, 3)),
-    (1024, 1024, Tiles(64, 128, 64, False, 4, 4)),  # with larger tiles most multiprocessors would have none
+    (1024, 1024, Tiles(64, 128, 64, False, 4, 4)),  # or most multiprocessors would have none; not measured
     (1024, 2048, Tiles(128, 128, 64, False, 8, 4)),
     (2048, 1024, Tiles(128, 128, 64, False, 8, 4)),
     (None, None, Tiles(128, 256, 64, False, 8, 3)),
@@ -158,8 +159,12 @@ def chain(
     return out
 
 
-def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N] in `dtype`, by cuBLAS."""
+def vendor(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, by cuBLAS. With a bias, `dtype` must be that of x."""
+    if bias is not None:
+        return torch.addmm(bias, x, weight.T, out=out)
     if dtype == x.dtype:
         return torch.mm(x, weight.T, out=out)
     return torch.mm(x, weight.T, out_dtype=dtype, out=out)
@@ -168,18 +173,23 @@ def vendor(x: Tensor, weight: Tensor, dtype: torch.dtype, out: Tensor | None = N
 _agreed: dict[tuple, bool] = {}
 
 
-def vendor_agrees(rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int) -> bool:
+def vendor_agrees(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int, biased: bool = False
+) -> bool:
     """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured."""
-    key = (rows, outputs, width, dtype, out, device)
+    key = (rows, outputs, width, dtype, out, device, biased)
     if key not in _agreed and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)
         bits = torch.int16 if out.itemsize == 2 else torch.int32
         draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
-        inputs = (_cancelling(rows, outputs, width, dtype, generator) for _ in range(draws))
-        _agreed[key] = all(
-            torch.equal(vendor(x, weight, out).view(bits), chain(x, weight, None, out).view(bits))
-            for x, weight in inputs
-        )
+
+        def same() -> bool:
+            x, weight = _cancelling(rows, outputs, width, dtype, generator)
+            bias = _spread(outputs, dtype, generator) if biased else None
+            theirs, ours = vendor(x, weight, out, bias=bias), chain(x, weight, bias, out)
+            return torch.equal(theirs.view(bits), ours.view(bits))
+
+        _agreed[key] = all(same() for _ in range(draws))
     return _agreed.get(key, False)
 
 
@@ -196,6 +206,14 @@ def _cancelling(
     return x, weight
 
 
+def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Biases from far smaller to far larger than what cancelling products leave, so that both the order of a sum and
+    one that is rounded before its bias would show."""
+    exponents = torch.arange(outputs, device=generator.device) % 24
+    bias = torch.randn(outputs, device=generator.device, generator=generator)
+    return (bias * 2.0**-exponents).to(dtype)
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, len(weight)
@@ -203,16 +221,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     whole = rows // step * step  # the rows that cuBLAS can have
     if few_rows(x, outputs):
         return chain(x, weight, bias, dtype)
-    if bias is None and whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
+    if whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
-        if vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device()):
+        takes = bias is None or (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias))
+        if takes and vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device(), bias is not None):
             if rows == whole:
-                return vendor(x, weight, dtype)
+                return vendor(x, weight, dtype, bias=bias)
             out = x.new_empty(rows, outputs, dtype=dtype)
-            vendor(x[:whole], weight, dtype, out=out[:whole])
-            chain(x[whole:], weight, None, dtype, out=out[whole:])
+            vendor(x[:whole], weight, dtype, out=out[:whole], bias=bias)
+            chain(x[whole:], weight, bias, dtype, out=out[whole:])
             return out
     return chain(x, weight, bias, dtype)
+
+
+def _well_aligned(*tensors: Tensor) -> bool:
+    """As tensors are that a shape is tried on."""
+    return all(each.is_contiguous() and each.data_ptr() % VENDOR_ALIGNMENT == 0 for each in tensors)
 
 
 def gradient(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtype: torch.dtype) -> Tensor:

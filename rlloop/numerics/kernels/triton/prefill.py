@@ -1,5 +1,7 @@
 """Attention of many queries on Hopper: one warpgroup of a program brings tiles, the others multiply.
 
+Also of towers, where every query reads all keys of its sequence; their heads may be narrower than a tile.
+
 The arithmetic is `attention._tile`'s and `attention._join`'s, operation for operation and with a query's scores in the
 same registers, so bits agree. Only the synchronisation differs: keys and values arrive by the tensor memory
 accelerator in a ring of tiles, a tile's scores are made together with the sums of the one before it, and a
@@ -25,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.decode import divided
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, power_of_two
 from rlloop.numerics.kernels.triton.prefill_loads import (
     FIELDS,
     LOADERS,
@@ -35,6 +37,7 @@ from rlloop.numerics.kernels.triton.prefill_loads import (
     TILE,
     WORKERS,
     bring,
+    last_key,
     ordered,
 )
 
@@ -44,13 +47,15 @@ WIDTHS = (64, 128)
 LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
 REGISTERS = gl.constexpr(224)  # of a thread that multiplies
 REGISTERS_EACH = 168  # when the program starts
+FULL = False  # takes attention of towers: compiled, and not run on a GPU yet (tests/gpu/test_gpu_images.py turns it on)
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size: int) -> bool:
+def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size: int, causal: bool = True) -> bool:
     """True if `run` supports these tensors."""
-    pages = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0)
-    widths = q.shape[2] == k.shape[2] == v.shape[2] and q.shape[2] in WIDTHS
-    return q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
+    pages, width = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0), q.shape[2]
+    narrower = not causal and width % 8 == 0 and WIDTHS[0] < width < WIDTHS[1]
+    widths = width == k.shape[2] == v.shape[2] and (width in WIDTHS or narrower)
+    return (causal or FULL) and q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
 
 
 @gluon.jit
@@ -119,18 +124,19 @@ def _spread(x, shape: gl.constexpr, A: gl.constexpr):
 @gluon.jit
 def _multiply(
     out, lse, scale, tiles, orders, bars, WORKER: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
-    WIDTH: gl.constexpr, JOINS: gl.constexpr,
+    WIDTH: gl.constexpr, W: gl.constexpr, JOINS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup. `JOINS`: a context may be longer than a segment."""
+    """A multiplying warpgroup. `JOINS`: a context may be longer than a segment. Not `CAUSAL`: the mask takes every
+    query for its sequence's last."""
     SHARE: gl.constexpr = HEADS // GROUPS
     DTYPE: gl.constexpr = out.dtype.element_ty
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
     # To store, four neighbours trade numbers, so that each has 16 bytes of a row.
     WHOLE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32]] + ([[0, 64]] if WIDTH == 128 else []) + [[8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, WIDTH],
+        [[0, 1], [0, 2], [0, 4], [0, 32]] + ([[0, 64]] if W == 128 else []) + [[8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, W],
     )  # fmt: skip
     q_tiles, _keys, _values = tiles
     q_full, q_empty, k_full, v_full, empty = bars
@@ -144,7 +150,7 @@ def _multiply(
         token = ordered(orders, queue_slot, 2)
         offset = ordered(orders, queue_slot, 3)
         group = ordered(orders, queue_slot, 4)
-        last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+        last = last_key(begin, rows, offset, SHARE, CAUSAL)
         begin += WORKER * ROWS
         if begin < rows:
             fence_async_shared()
@@ -152,14 +158,17 @@ def _multiply(
             first = offset + begin // SHARE
             row = begin + gl.arange(0, ROWS, gl.SliceLayout(1, S))
             position = offset + row // SHARE
+            if not CAUSAL:
+                first = last
+                position = last + row * 0
             top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
             total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
-            sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
+            sums = gl.zeros((ROWS, W), gl.float32, A)
             for segment in range(0, last + 1, SEGMENT if JOINS else 1 << 30):
                 end = gl.minimum(segment + SEGMENT, last + 1) if JOINS else last + 1
                 part_top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, S))
                 part_total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, S))
-                part_sums = gl.zeros((ROWS, WIDTH), gl.float32, A)
+                part_sums = gl.zeros((ROWS, W), gl.float32, A)
                 scores = warpgroup_mma_wait(0, [_scores(queries, tiles, bars, count, True, S)])
                 part_top, part_total, _fade, masses = _softmax(
                     scores, part_top, part_total, position, segment, scale, True, S, P, DTYPE
@@ -204,7 +213,7 @@ def _multiply(
             gl.store(lse + at, (top + gl.log2(total)) * 0.6931471805599453, row < rows)
             stored = begin + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
             at = (token + stored // SHARE).to(gl.int64) * HEADS + group * SHARE + stored % SHARE
-            d = gl.arange(0, WIDTH, gl.SliceLayout(0, WHOLE))
+            d = gl.arange(0, W, gl.SliceLayout(0, WHOLE))
             gl.store(
                 out + at[:, None] * WIDTH + d[None, :], gl.convert_layout(output, WHOLE),
                 (stored < rows)[:, None] & (d < WIDTH)[None, :],
@@ -234,14 +243,14 @@ def _barriers(N: gl.constexpr, ARRIVE: gl.constexpr):
 @gluon.jit(do_not_specialize=["sequences", "tokens", "blocks", "block_size", "tasks"])
 def _prefill(
     q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences, tokens,
-    blocks, block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BOX: gl.constexpr,
-    JOINS: gl.constexpr,
+    blocks, block_size, tasks, scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr,
+    BOX: gl.constexpr, JOINS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q.dtype.element_ty
     tiles = (
-        gl.allocate_shared_memory(DTYPE, [WORKERS * QUEUE, ROWS, WIDTH], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, WIDTH], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [WORKERS * QUEUE, ROWS, W], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, W], SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, TILE, W], SWIZZLED),
     )
     orders = gl.allocate_shared_memory(gl.int32, [QUEUE * FIELDS, 1], mbarrier.MBarrierLayout())
     bars = (
@@ -255,11 +264,11 @@ def _prefill(
                 bring,
                 (
                     q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences,
-                    tokens, blocks, block_size, tasks, tiles, orders, bars, HEADS, GROUPS, WIDTH, BOX,
+                    tokens, blocks, block_size, tasks, tiles, orders, bars, HEADS, GROUPS, WIDTH, W, BOX, CAUSAL,
                 ),
             ),
-            (_multiply, (out, lse, scale, tiles, orders, bars, 0, HEADS, GROUPS, WIDTH, JOINS)),
-            (_multiply, (out, lse, scale, tiles, orders, bars, 1, HEADS, GROUPS, WIDTH, JOINS)),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 0, HEADS, GROUPS, WIDTH, W, JOINS, CAUSAL)),
+            (_multiply, (out, lse, scale, tiles, orders, bars, 1, HEADS, GROUPS, WIDTH, W, JOINS, CAUSAL)),
         ],
         [4, 4], [REGISTERS, REGISTERS],
     )  # fmt: skip
@@ -272,15 +281,16 @@ def _processors(device: torch.device) -> int:
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, v_step: int, query_start: Tensor, context: Tensor, block_start: Tensor,
-    block_size: int, scale: float, out: Tensor, lse: Tensor,
+    block_size: int, scale: float, out: Tensor, lse: Tensor, causal: bool = True,
 ) -> None:  # fmt: skip
     """Fills `out` and `lse`, for what `takes` says yes to. Tensors as `attention.attention` hands them to a kernel;
     `scale` is for powers of two."""
     (tokens, heads, width), groups = q.shape, k.shape[1]
     sequences, blocks = block_start.shape
+    tile_width = power_of_two(width)
     box = min(TILE.value, block_size) if blocks > 1 else TILE.value
     k_described, v_described = (
-        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, width], SWIZZLED.value)
+        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, tile_width], SWIZZLED.value)
         for x, step in ((k, groups * width), (v, v_step))
     )
     tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups
@@ -288,6 +298,6 @@ def run(
     programs = min(tasks, _processors(q.device))
     _prefill[(programs,)](
         q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences,
-        tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, BOX=box,
-        JOINS=blocks * block_size > SEGMENT.value, num_warps=4, maxnreg=REGISTERS_EACH, **EXACT,
+        tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, W=tile_width,
+        BOX=box, JOINS=blocks * block_size > SEGMENT.value, CAUSAL=causal, num_warps=4, maxnreg=REGISTERS_EACH, **EXACT,
     )  # fmt: skip

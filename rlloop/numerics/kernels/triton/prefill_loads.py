@@ -41,21 +41,32 @@ def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, G
 
 
 @gluon.jit
-def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows at base + offset to a tile; zeros where not inside."""
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+def last_key(begin, rows, offset, SHARE: gl.constexpr, CAUSAL: gl.constexpr):
+    """The last key that some query of the block from row `begin` on reads."""
+    end = gl.minimum(begin + WORKERS * ROWS, rows) if CAUSAL else rows
+    return offset + (end - 1) // SHARE
+
+
+@gluon.jit
+def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of WIDTH numbers at base + offset to a tile of W; zeros where not inside."""
+    d = gl.arange(0, W, gl.SliceLayout(0, LAYOUT))
     at = base + offset[:, None] + d[None, :]
     async_copy.async_copy_global_to_shared(tile, at, inside[:, None] & (d < WIDTH)[None, :])
 
 
 @gluon.jit
 def _fetch(
-    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, BOX: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, W: gl.constexpr,
+    BOX: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read."""
+    """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read.
+
+    Of a head narrower than a tile the accelerator brings the next head's numbers, too: queries have zeros there, and
+    sums of such values are not stored.
+    """
     if tile + TILE <= end:
-        mbarrier.expect(full, TILE * WIDTH * 2)
+        mbarrier.expect(full, TILE * W * 2)
         mbarrier.arrive(full, count=LOADERS - 1)
         for box in gl.static_range(TILE // BOX):
             key = tile + box * BOX
@@ -64,7 +75,7 @@ def _fetch(
     else:
         keys = tile + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
         slots = gl.load(pages + keys // block_size, keys < end, 0) + keys % block_size
-        _copy(store + column, slots * step, keys < end, into, WIDTH, LAYOUT)
+        _copy(store + column, slots * step, keys < end, into, WIDTH, W, LAYOUT)
         async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -90,13 +101,13 @@ def ordered(orders, queue_slot, field: gl.constexpr):
 def bring(
     q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
     block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
-    BOX: gl.constexpr,
+    W: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, q_empty, k_full, v_full, empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     done = 0
     count = 0
@@ -113,11 +124,11 @@ def bring(
             for worker in gl.static_range(WORKERS):
                 row = begin + worker * ROWS + rows_here
                 at = ((token + row // SHARE).to(gl.int64) * HEADS + group * SHARE + row % SHARE) * WIDTH
-                _copy(q, at, row < rows, q_tiles.index(queue_slot * WORKERS + worker), WIDTH, LAYOUT)
+                _copy(q, at, row < rows, q_tiles.index(queue_slot * WORKERS + worker), WIDTH, W, LAYOUT)
             async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
             done += 1
             end = offset + rows // SHARE
-            last = offset + (gl.minimum(begin + WORKERS * ROWS, rows) - 1) // SHARE
+            last = last_key(begin, rows, offset, SHARE, CAUSAL)
             pages = block_start + sequence.to(gl.int64) * blocks
             for tile in range(0, last + 1, TILE):
                 stage = count % STAGES
@@ -125,11 +136,11 @@ def bring(
                 mbarrier.wait(empty.index(stage), phase)
                 _fetch(
                     k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
-                    k_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                    k_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
                 )  # fmt: skip
                 _fetch(
                     v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
-                    v_tiles.index(stage), WIDTH, BOX, LAYOUT,
+                    v_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
                 )  # fmt: skip
                 count += 1
         task = gl.num_programs(0) + gl.atomic_add(counter, 1)

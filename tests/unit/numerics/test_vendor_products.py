@@ -1,0 +1,79 @@
+"""Which rows of a product on a GPU go to cuBLAS, without a GPU: both sides are PyTorch's product here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the module has Triton's kernels")
+
+K, N = 32, 24
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    from rlloop.numerics.kernels.triton import linear
+
+    made: list[tuple[str, int, bool]] = []
+
+    def by(name):
+        def work(x, weight, dtype, out, bias):
+            made.append((name, len(x), bias is not None))
+            total = x.float() @ weight.float().T + (0 if bias is None else bias.float())
+            return total.to(dtype) if out is None else out.copy_(total)
+
+        return work
+
+    vendor, chain = by("cuBLAS"), by("ours")
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: None)
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[-1] in (True, False))
+    monkeypatch.setattr(linear, "vendor", lambda x, w, dtype, out=None, bias=None: vendor(x, w, dtype, out, bias))
+    monkeypatch.setattr(linear, "chain", lambda x, w, bias, dtype, out=None: chain(x, w, dtype, out, bias))
+    return made
+
+
+def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """At addresses as the GPU's allocator has them."""
+    found = []
+    for count, width in ((rows, K), (N, K), (1, N)):
+        memory = torch.randn(count * width + 256).bfloat16()
+        begin = -memory.data_ptr() % 256 // 2
+        found.append(memory[begin : begin + count * width].view(count, width))
+    return found[0], found[1], found[2][0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (64, [("ours", 64)]), (128, [("cuBLAS", 128)]), (130, [("ours", 130)]), (1024, [("cuBLAS", 1024)]),
+        (1100, [("cuBLAS", 1024), ("ours", 76)]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("biased", [True, False])
+def test_whole_steps_of_rows_are_cublass(calls, rows, expected, biased):
+    from rlloop.numerics.kernels.triton.linear import product
+
+    x, weight, bias = drawn(rows)
+    out = product(x, weight, bias if biased else None, torch.bfloat16)
+    assert calls == [(*each, biased) for each in expected]
+    assert torch.equal(out, (x.float() @ weight.float().T + (bias.float() if biased else 0)).bfloat16())
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_with_a_bias_addresses_are_those_of_the_trial(calls, which):
+    """cuBLAS takes a kernel by the bias, the shape and the alignment."""
+    from rlloop.numerics.kernels.triton.linear import product
+
+    tensors = list(drawn(256))
+    moved = torch.empty(tensors[which].numel() + 256, dtype=torch.bfloat16)
+    begin = -moved.data_ptr() % 256 // 2 + 8  # 16 bytes on
+    tensors[which] = moved[begin : begin + tensors[which].numel()].view_as(tensors[which]).copy_(tensors[which])
+    product(tensors[0], tensors[1], tensors[2], torch.bfloat16)
+    assert calls == [("ours", 256, True)]
+
+
+def test_float32_sums_with_a_bias_are_ours(calls):
+    from rlloop.numerics.kernels.triton.linear import product
+
+    product(*drawn(256), torch.float32)
+    assert calls == [("ours", 256, True)]
