@@ -56,13 +56,13 @@ def _by_query(
     sequence = _find(query_start, sequences, task, SHARE, ROWS)
     token = tl.load(query_start + sequence)
     chunk = task - (token * SHARE // ROWS + sequence).to(tl.int32)
-    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    rows = (tl.load(query_start + sequence + 1) - token).to(tl.int32) * SHARE
     row = chunk * ROWS + tl.arange(0, ROWS)
     if chunk * ROWS < rows:
         valid = row < rows
         index, position = (token + row // SHARE) * HEADS + group * SHARE + row % SHARE, row // SHARE
-        queries, slopes = _rows(q, index, valid, WIDTH, W, True), _rows(grad, index, valid, V_WIDTH, VW, True)
-        output = _rows(out, index, valid, V_WIDTH, VW, True)
+        queries, slopes = _rows(q, index, valid, WIDTH, W), _rows(grad, index, valid, V_WIDTH, VW)
+        output = _rows(out, index, valid, V_WIDTH, VW)
         delta = tl.sum(slopes.to(tl.float32) * output.to(tl.float32), 1)
         tl.store(deltas + index, delta, valid)
         log_total = tl.load(lse + index, valid, 0.0) * 1.4426950408889634
@@ -70,7 +70,7 @@ def _by_query(
         first, last = chunk * ROWS // SHARE, (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
         before, prefix = 0, token
         if SHARED:
-            before, prefix = tl.load(context + sequence), tl.load(prefixes + sequence)
+            before, prefix = tl.load(context + sequence).to(tl.int32), tl.load(prefixes + sequence)
             first, last, position = first + before, last + before, position + before
         if not CAUSAL:  # as in `attention._attention`
             last = rows // SHARE - 1
@@ -123,17 +123,17 @@ def _by_key(
     sequence = _find(query_start, sequences, task, 1, TILE)
     token = tl.load(query_start + sequence)
     tile = (task - (token // TILE + sequence).to(tl.int32)) * TILE
-    length = tl.load(query_start + sequence + 1) - token
+    length = (tl.load(query_start + sequence + 1) - token).to(tl.int32)
     if LONG > 0:
         length = tl.where(length > LONG, 0, length)
     if tile < length:
         key = tile + tl.arange(0, TILE)
         at, seen = (token + key) * GROUPS + group, key < length
-        keys, values = _rows(k, at, seen, WIDTH, W, True), _rows(v, at, seen, V_WIDTH, VW, True)
+        keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
-        queries_of, start, end, before = length, tile.to(tl.int64), length, token * 0
+        queries_of, start, end, before = length, tile, length, 0
         if SHARED:
-            queries_of = tl.load(readers + sequence) - token
+            queries_of = (tl.load(readers + sequence) - token).to(tl.int32)
             end, before = queries_of, tl.load(context + sequence)
         elif WINDOW > 0:
             end = tl.minimum(length, tile + TILE + WINDOW - 1)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton.attention import _load_rows
 from rlloop.numerics.kernels.triton.attention_steps import _add_queries, _rows
 
 
@@ -47,7 +48,7 @@ def _by_key(
     if tile < length:
         key, d, dv = tile + tl.arange(0, TILE), tl.arange(0, W), tl.arange(0, VW)
         at, seen = key.to(tl.int64) * GROUPS + group, key < length
-        keys, values = _rows(k, at, seen, WIDTH, W, True), _rows(v, at, seen, V_WIDTH, VW, True)
+        keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         own = tile * SHARE // ROWS * ROWS  # the first rows that read some of these keys
         goes_on = seen & (own < first_row)
         key_at, value_at = at[:, None] * WIDTH + d[None, :], at[:, None] * V_WIDTH + dv[None, :]
@@ -58,25 +59,26 @@ def _by_key(
         whole = tl.minimum(tl.maximum(tl.cdiv((tile + TILE - 1) * SHARE, ROWS) * ROWS, lowest), last_row)
         masked = tl.maximum(last_row // ROWS * ROWS, whole)
         token, lanes = group * 0, tl.arange(0, ROWS)[None, :]
-        target = by_scores + (group * KEYS + local + tl.arange(0, TILE)[:, None]) * BLOCK
+        by_scores += (group * KEYS + local) * BLOCK
+        cells = tl.arange(0, TILE)[:, None] * BLOCK + lanes
         for begin in range(lowest, whole, ROWS):
             sums, more, by_score = _add_queries(
                 sums, more, keys, values, q, lse, grad, deltas, lse, token, 0, begin, length, key, group, scale, HEADS,
                 SHARE, WIDTH, V_WIDTH, W, VW, ROWS, 0, True, False, True,
             )  # fmt: skip
-            tl.store(target + (begin - first_row + lanes), by_score)
+            tl.store(by_scores + tl.multiple_of(begin - first_row, ROWS) + cells, by_score)
         for begin in range(whole, masked, ROWS):
             sums, more, by_score = _add_queries(
                 sums, more, keys, values, q, lse, grad, deltas, lse, token, 0, begin, length, key, group, scale, HEADS,
                 SHARE, WIDTH, V_WIDTH, W, VW, ROWS, 0, True, False, False,
             )  # fmt: skip
-            tl.store(target + (begin - first_row + lanes), by_score)
+            tl.store(by_scores + tl.multiple_of(begin - first_row, ROWS) + cells, by_score)
         for begin in range(masked, last_row, ROWS):
             sums, more, by_score = _add_queries(
                 sums, more, keys, values, q, lse, grad, deltas, lse, token, 0, begin, length, key, group, scale, HEADS,
                 SHARE, WIDTH, V_WIDTH, W, VW, ROWS, 0, True, False, True,
             )  # fmt: skip
-            tl.store(target + (begin - first_row + lanes), by_score)
+            tl.store(by_scores + tl.multiple_of(begin - first_row, ROWS) + cells, by_score)
         if last_row == length * SHARE:
             tl.store(grad_k + key_at, (sums * scale).to(grad_k.dtype.element_ty), seen[:, None] & of_keys)
             tl.store(grad_v + value_at, more.to(grad_v.dtype.element_ty), seen[:, None] & of_values)
@@ -90,9 +92,10 @@ def _add_scores(
     sums, by_scores, k, tile, local, position, row_at, last, group, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    key = tile + tl.arange(0, TILE)
-    keys = _rows(k, key.to(tl.int64) * GROUPS + group, key <= last, WIDTH, W, MASKED)
-    source = by_scores + (group * KEYS + local + tl.arange(0, TILE)[:, None]) * BLOCK + row_at[None, :]
+    lane = tl.arange(0, TILE)
+    key, at = tile + lane, tile.to(tl.int64) * GROUPS + group
+    keys = _load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), key <= last, WIDTH, W, MASKED)
+    source = by_scores + (group * KEYS + local) * BLOCK + (lane[:, None] * BLOCK + row_at[None, :])
     if MASKED:  # what no program of `_by_key` has written is not read
         scores = tl.load(source, key[:, None] <= position[None, :], 0.0)
     else:

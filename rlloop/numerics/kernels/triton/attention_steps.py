@@ -13,8 +13,8 @@ from rlloop.numerics.kernels.triton.attention import _load_rows
 
 
 @triton.jit
-def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr):
-    return _load_rows(source, index * WIDTH, inside, WIDTH, W, MASKED)
+def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    return _load_rows(source, index * WIDTH, inside, WIDTH, W, True)
 
 
 @triton.jit
@@ -24,12 +24,14 @@ def _add_keys(
     TILE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to the sums [ROWS, W] of dq."""
-    key = tile + tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
+    key = tile + lane
     begin = token
     if SHARED:
         begin = tl.where(tile < before, prefix, token - before)
-    at, seen = (begin + key) * GROUPS + group, key <= last
-    keys, values = _rows(k, at, seen, WIDTH, W, MASKED), _rows(v, at, seen, V_WIDTH, VW, MASKED)
+    at, seen = (begin + tile) * GROUPS + group, key <= last
+    keys = _load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
+    values = _load_rows(v + at * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
     scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
     masses = tl.exp2(scores - log_total[:, None])
     if MASKED:
@@ -52,16 +54,21 @@ def _add_queries(
     """Add a tile of queries to the sums [TILE, W] of dk and dv. Returns them, and ds [TILE, ROWS] before its scale.
 
     `PLACED`: queries' positions are in `positions`, counted from `before`."""
-    row = begin + tl.arange(0, ROWS)
+    lane = tl.arange(0, ROWS)
+    row = begin + lane
     valid, position = row < queries_of * SHARE, row // SHARE
-    index = (token + position) * HEADS + group * SHARE + row % SHARE
+    if ROWS % SHARE == 0:  # offsets are the same in every tile, and 32 bits hold them
+        at, index = (token + begin // SHARE) * HEADS + group * SHARE, lane // SHARE * HEADS + lane % SHARE
+    else:
+        at, index = token * HEADS + group * SHARE, position.to(tl.int64) * HEADS + row % SHARE
     if PLACED:
         position = tl.load(positions + token + position, valid, 0) - before
-    queries, slopes = _rows(q, index, valid, WIDTH, W, MASKED), _rows(grad, index, valid, V_WIDTH, VW, MASKED)
+    queries = _load_rows(q + at * WIDTH, index * WIDTH, valid, WIDTH, W, MASKED)
+    slopes = _load_rows(grad + at * V_WIDTH, index * V_WIDTH, valid, V_WIDTH, VW, MASKED)
     if MASKED:
-        log_total, delta = tl.load(lse + index, valid, 0.0), tl.load(deltas + index, valid, 0.0)
+        log_total, delta = tl.load(lse + at + index, valid, 0.0), tl.load(deltas + at + index, valid, 0.0)
     else:
-        log_total, delta = tl.load(lse + index), tl.load(deltas + index)
+        log_total, delta = tl.load(lse + at + index), tl.load(deltas + at + index)
     log_total = log_total * 1.4426950408889634
     scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
     masses = tl.exp2(scores - log_total[None, :])
