@@ -52,7 +52,7 @@ def _by_query(
 ):  # fmt: skip
     """`LONG`: of sequences above so many tokens only the `deltas` are made."""
     SHARE: tl.constexpr = HEADS // GROUPS
-    group, task = tl.program_id(1), tl.program_id(0)
+    group, task = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest sums begin first
     sequence = _find(query_start, sequences, task, SHARE, ROWS)
     token = tl.load(query_start + sequence)
     chunk = task - (token * SHARE // ROWS + sequence).to(tl.int32)

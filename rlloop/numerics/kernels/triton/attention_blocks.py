@@ -37,11 +37,11 @@ ROWS = 8192  # queries of a block, those of all heads that share keys: half a Gi
 @triton.jit(do_not_specialize=["length", "first_row", "last_row", "first_key"])
 def _by_key(
     q, k, v, lse, grad, deltas, by_scores, key_sums, value_sums, grad_k, grad_v, length, first_row, last_row, first_key,
-    scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
-    VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    scale, block, keys_of, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    W: tl.constexpr, VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows from `first_row` to `last_row` to the sums of KEYS keys from `first_key` on, and write their ds
-    [GROUPS, KEYS, BLOCK]. After the sequence's last row the sums are rounded into the gradients."""
+    """Add the rows from `first_row` to `last_row` to the sums of `keys_of` keys from `first_key` on, and write their ds
+    [GROUPS, keys_of, block]. After the sequence's last row the sums are rounded into the gradients."""
     SHARE: tl.constexpr = HEADS // GROUPS
     group, local = tl.program_id(1).to(tl.int64), tl.program_id(0) * TILE
     tile = first_key + local
@@ -59,8 +59,8 @@ def _by_key(
         whole = tl.minimum(tl.maximum(tl.cdiv((tile + TILE - 1) * SHARE, ROWS) * ROWS, lowest), last_row)
         masked = tl.maximum(last_row // ROWS * ROWS, whole)
         token, lanes = group * 0, tl.arange(0, ROWS)[None, :]
-        by_scores += (group * KEYS + local) * BLOCK
-        cells = tl.arange(0, TILE)[:, None] * BLOCK + lanes
+        by_scores += (group * keys_of + local) * block
+        cells = tl.arange(0, TILE)[:, None] * block + lanes
         for begin in range(lowest, whole, ROWS):
             sums, more, by_score = _add_queries(
                 sums, more, keys, values, q, lse, grad, deltas, lse, token, 0, begin, length, key, group, scale, HEADS,
@@ -89,13 +89,13 @@ def _by_key(
 
 @triton.jit
 def _add_scores(
-    sums, by_scores, k, tile, local, position, row_at, last, group, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    W: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+    sums, by_scores, k, tile, local, position, row_at, last, group, block, keys_of, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, TILE)
     key, at = tile + lane, tile.to(tl.int64) * GROUPS + group
     keys = _load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), key <= last, WIDTH, W, MASKED)
-    source = by_scores + (group * KEYS + local) * BLOCK + (lane[:, None] * BLOCK + row_at[None, :])
+    source = by_scores + (group * keys_of + local) * block + (lane[:, None] * block + row_at[None, :])
     if MASKED:  # what no program of `_by_key` has written is not read
         scores = tl.load(source, key[:, None] <= position[None, :], 0.0)
     else:
@@ -105,11 +105,11 @@ def _add_scores(
 
 @triton.jit(do_not_specialize=["length", "first_row", "last_row", "first_key"])
 def _by_query(
-    k, by_scores, query_sums, grad_q, length, first_row, last_row, first_key, scale, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    k, by_scores, query_sums, grad_q, length, first_row, last_row, first_key, scale, block, keys_of,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add KEYS keys from `first_key` on to the sums [GROUPS, BLOCK, W] of the rows from `first_row` to `last_row`;
+    """Add `keys_of` keys from `first_key` on to the sums [GROUPS, block, W] of the rows from `first_row` to `last_row`;
     after the last key that a row reads, its sum is rounded into the gradient."""
     SHARE: tl.constexpr = HEADS // GROUPS
     group, begin = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS
@@ -118,23 +118,23 @@ def _by_query(
     first, last = (first_row + begin) // SHARE, (tl.minimum(first_row + begin + ROWS, last_row) - 1) // SHARE
     if (first_row + begin < last_row) & (first_key <= last):
         valid, position = row < last_row, row // SHARE
-        sum_at = query_sums + (group * BLOCK + row_at[:, None]) * W + d[None, :]
+        sum_at = query_sums + (group * block + row_at[:, None]) * W + d[None, :]
         sums = tl.zeros((ROWS, W), tl.float32)
         if first_key > 0:
             sums = tl.load(sum_at)
-        end = tl.minimum(first_key + KEYS, last + 1)
+        end = tl.minimum(first_key + keys_of, last + 1)
         masked = tl.maximum(tl.minimum(first + 1, end) - first_key, 0) // TILE * TILE
         for local in range(0, masked, TILE):
             sums = _add_scores(
-                sums, by_scores, k, first_key + local, local, position, row_at, last, group, GROUPS, WIDTH, W, TILE,
-                BLOCK, KEYS, False,
+                sums, by_scores, k, first_key + local, local, position, row_at, last, group, block, keys_of,
+                GROUPS, WIDTH, W, TILE, False,
             )  # fmt: skip
         for local in range(masked, end - first_key, TILE):
             sums = _add_scores(
-                sums, by_scores, k, first_key + local, local, position, row_at, last, group, GROUPS, WIDTH, W, TILE,
-                BLOCK, KEYS, True,
+                sums, by_scores, k, first_key + local, local, position, row_at, last, group, block, keys_of,
+                GROUPS, WIDTH, W, TILE, True,
             )  # fmt: skip
-        if last < first_key + KEYS:
+        if last < first_key + keys_of:
             index = position.to(tl.int64) * HEADS + group * SHARE + row % SHARE
             tl.store(
                 grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
@@ -158,14 +158,14 @@ def backward(
     for first_row in range(0, length * share, rows):
         last_row = min(first_row + rows, length * share)
         for first_key in range(0, (last_row - 1) // share + 1, keys):
-            place = length, first_row, last_row, first_key, scale
+            place = length, first_row, last_row, first_key, scale, rows, keys
             _by_key[(keys // BY_KEY.tile, groups)](
                 q, k, v, lse, grad, deltas, by_scores, key_sums, value_sums, grad_k, grad_v, *place, **shape,
-                ROWS=BY_KEY.rows, TILE=BY_KEY.tile, BLOCK=rows, KEYS=keys, num_warps=BY_KEY.warps,
+                ROWS=BY_KEY.rows, TILE=BY_KEY.tile, num_warps=BY_KEY.warps,
                 num_stages=BY_KEY.stages,
             )  # fmt: skip
             _by_query[(rows // BY_QUERY.rows, groups)](
                 k, by_scores, query_sums, grad_q, *place, HEADS=shape["HEADS"], GROUPS=groups, WIDTH=shape["WIDTH"],
-                W=shape["W"], ROWS=BY_QUERY.rows, TILE=BY_QUERY.tile, BLOCK=rows, KEYS=keys, num_warps=BY_QUERY.warps,
+                W=shape["W"], ROWS=BY_QUERY.rows, TILE=BY_QUERY.tile, num_warps=BY_QUERY.warps,
                 num_stages=BY_QUERY.stages,
             )  # fmt: skip
