@@ -53,8 +53,8 @@ def test_gradients_are_those_of_autograd(dtype: torch.dtype, window: int, causal
     """Lengths of whole tiles and of parts; a number of heads that divides a tile's queries, and one that does not."""
     from rlloop.numerics.kernels.triton.attention_backward import attention_backward
 
-    for lengths, heads, groups in (([128, 1, 133], 4, 2), ([70], 3, 1)):
-        arguments = made(lengths, dtype, heads, groups, 16, window, causal)
+    for lengths, heads, groups, width in (([128, 1, 133], 4, 2, 16), ([70], 3, 1, 16), ([70], 2, 1, 20)):
+        arguments = made(lengths, dtype, heads, groups, width, window, causal)
         found = attention_backward(*arguments, window, causal)
         for mine, theirs in zip(found, exact(arguments, window, causal), strict=True):
             assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * theirs.norm()
@@ -68,7 +68,7 @@ def test_blocks_change_no_bit(monkeypatch, rows: int, programs: int, of_keys: tu
     from rlloop.numerics.kernels.triton import attention_blocks as blocks
 
     for lengths, heads, groups in (([70, 201, 100], 4, 2), ([130], 3, 1)):
-        arguments = made(lengths, torch.bfloat16, heads, groups, 20, 0, True)
+        arguments = made(lengths, torch.bfloat16, heads, groups, 16, 0, True)
         monkeypatch.setattr(kernels, "LONG", 0)
         plain = kernels.attention_backward(*arguments)
         monkeypatch.setattr(kernels, "LONG", 100)

@@ -48,7 +48,7 @@ def _by_query(
     q, k, v, query_start, context, prefixes, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    LONG: tl.constexpr,
+    LONG: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`LONG`: of sequences above so many tokens only the `deltas` are made."""
     SHARE: tl.constexpr = HEADS // GROUPS
@@ -81,21 +81,16 @@ def _by_query(
         end = last + 1
         if LONG > 0:
             end = tl.where(rows > LONG * SHARE, 0, end)
-        # Tiles that every query reads whole need no mask: from `whole` to `masked`.
-        whole = lowest
-        if WINDOW > 0:
-            whole = tl.maximum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), TILE) * TILE, lowest)
-            for tile in range(lowest, whole, TILE):
+        masked = lowest
+        if (
+            WHOLE
+        ):  # tiles that every query reads whole need no mask; without this `maximum` ptxas takes 50 registers more
+            masked = tl.maximum(tl.minimum(first + 1, end) // TILE * TILE, lowest)
+            for tile in range(lowest, masked, TILE):
                 sums = _add_keys(
                     sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
-                    scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, True,
+                    scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, False,
                 )  # fmt: skip
-        masked = tl.maximum(tl.minimum(first + 1, end) // TILE * TILE, whole)
-        for tile in range(whole, masked, TILE):
-            sums = _add_keys(
-                sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
-                scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, False,
-            )  # fmt: skip
         for tile in range(masked, end, TILE):
             sums = _add_keys(
                 sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
@@ -114,7 +109,7 @@ def _by_key(
     q, k, v, query_start, context, readers, positions, lse, grad, deltas, grad_k, grad_v, sequences, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
     VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SHARED: tl.constexpr, LONG: tl.constexpr,
+    SHARED: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`LONG`: sequences above so many tokens are left out."""
     SHARE: tl.constexpr = HEADS // GROUPS
@@ -139,26 +134,25 @@ def _by_key(
             end = tl.minimum(length, tile + TILE + WINDOW - 1)
         if not CAUSAL:
             start = start * 0
-        # Queries that all read all keys need no mask: from `whole` to `masked`.
         lowest, end = start * SHARE // ROWS * ROWS, end * SHARE
-        whole, masked = lowest, lowest
-        if not PLACED:
+        masked = lowest
+        if WHOLE:  # queries that all read all keys need no mask: from `whole` to `masked`
+            whole = lowest
             if CAUSAL:
                 whole = tl.minimum(tl.cdiv((tile + TILE - 1) * SHARE, ROWS) * ROWS, tl.cdiv(end, ROWS) * ROWS)
-            readers_of_all = queries_of
-            if WINDOW > 0:
-                readers_of_all = tl.minimum(queries_of, tile + WINDOW)
-            masked = tl.maximum(readers_of_all * SHARE // ROWS * ROWS, whole)
-        for begin in range(lowest, whole, ROWS):
-            key_sums, value_sums, _ = _add_queries(
-                key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of,
-                key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED, True,
-            )  # fmt: skip
-        for begin in range(whole, masked, ROWS):
-            key_sums, value_sums, _ = _add_queries(
-                key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of,
-                key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED, False,
-            )  # fmt: skip
+            masked = tl.maximum(queries_of * SHARE // ROWS * ROWS, whole)
+            for begin in range(lowest, whole, ROWS):
+                key_sums, value_sums, _ = _add_queries(
+                    key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
+                    queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
+                    True,
+                )  # fmt: skip
+            for begin in range(whole, masked, ROWS):
+                key_sums, value_sums, _ = _add_queries(
+                    key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
+                    queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
+                    False,
+                )  # fmt: skip
         for begin in range(masked, end, ROWS):
             key_sums, value_sums, _ = _add_queries(
                 key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of,
@@ -204,13 +198,14 @@ def attention_backward(
         context, begins, readers = families.context, families.prefixes, families.readers
         positions = families.positions if window else query_start
     by_query, by_key = _tiles(q.dtype, max(width, v_width), families is not None)
-    plain = causal and not window and families is None and q.dtype.itemsize == 2
-    longest = LONG if plain and tokens > LONG and max(width, v_width) <= 128 else 0
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
         "VW": power_of_two(v_width, 16),
     }  # fmt: skip
-    masks = {"WINDOW": window, "CAUSAL": causal, "SHARED": families is not None, "LONG": longest}
+    # Elsewhere a second and a third loop take registers (a product then waits for the one before), or long to compile.
+    whole = q.dtype.itemsize == 2 and not window and shape["W"] == width <= 128 and shape["VW"] == v_width <= 128
+    longest = LONG if whole and causal and families is None and tokens > LONG else 0
+    masks = {"WINDOW": window, "CAUSAL": causal, "SHARED": families is not None, "LONG": longest, "WHOLE": whole}
     _by_query[(tokens * (heads // groups) // by_query.rows + sequences, groups)](
         q, k, v, query_start, context, begins, out, lse, grad, gradients[0], deltas, sequences, scale, **shape,
         **masks, ROWS=by_query.rows, TILE=by_query.tile, num_warps=by_query.warps, num_stages=by_query.stages,
