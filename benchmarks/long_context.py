@@ -1,12 +1,13 @@
 """One sequence of 32k, 128k or 256k tokens on one GPU: training tokens per second and peak memory, and a step of RL.
 
-    python benchmarks/long_context.py [--only 32k 128k] [--seconds 540] [--quick] [--tiny]
+    python benchmarks/long_context.py [--only 32k 128k] [--keep-attention] [--seconds 540] [--quick] [--tiny]
     python benchmarks/long_context.py --rl [--seconds 300]
 
 A random Qwen3 of the 0.6B shape in bfloat16, with as many positions as the lengths take. Forward and backward of one
 sequence, of which all but the first 512 tokens are trained by GRPO's clipped loss:
 
-- rlloop: `Trainer` with `checkpoint_layers=all`, and `offload` as `--offload` says. Masters and moments are on the GPU.
+- rlloop: `Trainer` with `checkpoint_layers=all`, `checkpoint_keep_attention` and `offload` as `--keep-attention` and
+  `--offload` say. Masters and moments are on the GPU.
 - peer: transformers' model, SDPA by whichever of PyTorch's choice and cuDNN is faster, gradient checkpointing, lm_head
   and loss in recomputed blocks of 2,048 rows. It holds masters and moments of the same size.
 
@@ -62,14 +63,20 @@ def sequence(length: int, vocabulary: int) -> list[int]:
     return np.random.default_rng(length).integers(3, vocabulary, length).tolist()
 
 
-def ours(folder: Path, device: str, prompt: int, offload: str) -> Run:
+def ours(folder: Path, device: str, settings: dict[str, Any]) -> Run:
     import rlloop
     from rlloop.algorithms import get_loss
     from rlloop.config.trainer import TrainerConfig
     from rlloop.trainer import Trainer, TrainSequence
 
     model = rlloop.load_model(folder, dtype="bfloat16", device=device)
-    trainer = Trainer(model, TrainerConfig(max_batch_tokens=POSITIONS, checkpoint_layers="all", offload=offload))
+    keeps, offload, prompt = (settings[name] for name in ("keep_attention", "offload", "prompt"))
+    trainer = Trainer(
+        model,
+        TrainerConfig(
+            max_batch_tokens=POSITIONS, checkpoint_layers="all", checkpoint_keep_attention=keeps, offload=offload
+        ),
+    )
 
     def run(length: int) -> float:
         uniform = np.full(length - prompt, -np.log(model.vocab_size), np.float32)
@@ -254,15 +261,12 @@ def child(side: str, folder: Path, settings: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
         read_alone(model, settings, device)
         return
-    if side == "rlloop":
-        run = ours(folder, device, settings["prompt"], settings["offload"])
-    else:
-        run = theirs(folder, device, settings)
+    run = (ours if side == "rlloop" else theirs)(folder, device, settings)
     run(settings["warm"])
     measure(run, settings, device)
 
 
-def predicted(config: dict[str, Any], length: int, offload: str) -> float:
+def predicted(config: dict[str, Any], length: int, settings: dict[str, Any]) -> float:
     """Bytes that `rlloop doctor --model` predicts for one rank, without an engine's cache and what CUDA reserves."""
     import torch
 
@@ -270,7 +274,10 @@ def predicted(config: dict[str, Any], length: int, offload: str) -> float:
     from rlloop.parallel.layout import Layout
     from rlloop.training.memory import predict
 
-    parts = predict(parse_config(config), Layout(), torch.bfloat16, length, offload).parts
+    parts = predict(
+        parse_config(config), Layout(), torch.bfloat16, length, settings["offload"],
+        keep_attention=settings["keep_attention"],
+    ).parts  # fmt: skip
     return sum(size for name, size in parts.items() if name not in ("cache", "reserved"))
 
 
@@ -278,12 +285,12 @@ def speeds(length: int, made: dict[str, Any]) -> list[float]:
     return [length / each for each in made["seconds"]]
 
 
-def figures_of(
-    found: Found, length: int, config: dict[str, Any], words: str, prompt: int, offload: str
-) -> list[Figure]:
+def figures_of(found: Found, length: int, config: dict[str, Any], words: str, settings: dict[str, Any]) -> list[Figure]:
     """Of one length, with what has been measured so far."""
+    prompt, offload = settings["prompt"], settings["offload"]
     mine, other = (found[side].get(length, {}) for side in SIDES)
     said = f"one sequence of {length:,} tokens, {words} bf16, layers recomputed"
+    said += " but for attention" if settings["keep_attention"] else ""
     said += "" if offload == "none" else f", offload={offload}"
     outgrown = ": out of memory"
     named = SIDES["peer"] + outgrown * bool(other.get("outgrown")) if other else None
@@ -311,7 +318,7 @@ def figures_of(
             ),
             Figure(
                 name=f"peak memory that rlloop doctor predicts, {said}", unit="GiB",
-                value=predicted(config, length, offload) / gib, peer="measured", peer_value=mine["peak"] / gib,
+                value=predicted(config, length, settings) / gib, peer="measured", peer_value=mine["peak"] / gib,
             ),
         ]  # fmt: skip
     return figures
@@ -343,6 +350,7 @@ def main() -> int:
     parser.add_argument("--rl", action="store_true", help="steps of RL instead of training alone")
     parser.add_argument("--without", choices=SIDES, action="append", default=[], help="of the sides")
     parser.add_argument("--offload", choices=("none", "moments", "masters"), default="none")
+    parser.add_argument("--keep-attention", action="store_true", help="trainer.checkpoint_keep_attention=true")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=540, help="of all; what is measured by then is recorded")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
@@ -356,6 +364,7 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     config, words = config_of(args.tiny), (TINY if args.tiny else SHAPES["0.6B"])[0]
     settings = {**(SMALL if args.tiny else LARGE), "offload": args.offload, "rounds": args.rounds}
+    settings["keep_attention"] = args.keep_attention
     settings["lengths"] = {name: settings["lengths"][name] for name in args.only or settings["lengths"]}
 
     def record(figures: list[Figure]) -> None:
@@ -387,7 +396,7 @@ def main() -> int:
                     else:
                         of["seconds"].append(made["seconds"])
                         of["peak"] = max(made["peak"], of.get("peak", 0)) if made["peak"] else None
-                    record(figures_of(found, made["length"], config, words, settings["prompt"], args.offload))
+                    record(figures_of(found, made["length"], config, words, settings))
             except subprocess.CalledProcessError as error:
                 print(f"{side} ended with code {error.returncode}", file=sys.stderr, flush=True)
                 failed = True

@@ -15,13 +15,15 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, layout_keys, layouts, pred
 
 
 def examine_model(
-    folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0
-) -> Iterator[Line]:
+    folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
+    keep_attention: bool = False,
+) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
     `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. `lora`:
-    the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train. Raises
-    `ConfigError` where it has none, or cannot offload, `ModelError` for a folder without a known config.json.
+    the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train.
+    `keep_attention`: `trainer.checkpoint_keep_attention`. Raises `ConfigError` where it has none, or cannot offload,
+    `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
@@ -30,12 +32,15 @@ def examine_model(
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
     every = layouts(config, gpus, splits_sequences=True)
-    needs = [predict(config, layout, DTYPES[dtype], tokens, offload, lora=lora) for layout in every]
+    needs = [
+        predict(config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention)
+        for layout in every
+    ]
     yield Line(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
         f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}micro-batches of {tokens} "
-        "tokens, every layer checkpointed; GiB of a rank:",
+        f"tokens, every layer checkpointed{' but for its attention' if keep_attention else ''}; GiB of a rank:",
     )
     if offload != "none":
         yield Line(

@@ -23,6 +23,11 @@ MASTERS_STAY = (
     "trainer.offload=moments, or model.dtype=bfloat16"
 )
 
+KEEPS_OWN = (
+    "trainer.checkpoint_keep_attention keeps what rlloop's attention makes, and model.profile.attention is {}; set one "
+    "of them back to its default"
+)
+
 
 class Schedule(StrEnum):
     constant = "constant"
@@ -57,6 +62,7 @@ class TrainerConfig:
     checkpoint_layers: str = (
         "none"  # layers recomputed in the backward pass to save memory: none, all, or n for every n-th
     )
+    checkpoint_keep_attention: bool = False  # keep recomputed layers' attention: for long sequences, docs/gpu.md
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:
@@ -68,6 +74,11 @@ class TrainerConfig:
         self.checkpoint_layers = str(self.checkpoint_layers)
         good = self.checkpoint_layers in ("none", "all") or self.checkpoint_every > 0
         require("trainer.checkpoint_layers", self.checkpoint_layers, good, "none, all, or a whole number n from 1 on")
+        require(
+            "trainer.checkpoint_keep_attention", self.checkpoint_keep_attention,
+            not self.checkpoint_keep_attention or self.checkpoint_every > 0,
+            "false while trainer.checkpoint_layers is none, which keeps all of every layer",
+        )  # fmt: skip
         check_limits("trainer", self)
         self.layout.checked("trainer")
 

@@ -37,10 +37,11 @@ class Layer(nn.Module):
         else:
             self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
 
-    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added."""
+    def forward(self, delta: Tensor, stream: Tensor | None, step: Step, summed: bool = False) -> tuple[Tensor, Tensor]:
+        """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
+        `summed`: it has been, and there is no `stream`."""
         ops = step.ops
-        x, stream = ops.rms_norm(delta, self.input_layernorm.scale, self.eps, stream)
+        x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
         x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
         return self.mlp(x, step), stream
@@ -63,9 +64,18 @@ class Block(nn.Module):
         else:
             self.mixer = PlainMlp(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
 
-    def forward(self, delta: Tensor, stream: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, stream = step.ops.rms_norm(delta, self.norm.scale, self.eps, stream)
+    def forward(self, delta: Tensor, stream: Tensor | None, step: Step, summed: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Layer.forward`."""
+        x, stream = _first_norm(delta, stream, self.norm, self.eps, step, summed)
         return self.mixer(x, step), stream
+
+
+def _first_norm(
+    delta: Tensor, stream: Tensor | None, norm: Norm, eps: float, step: Step, summed: bool
+) -> tuple[Tensor, Tensor]:
+    if summed:
+        return step.ops.norm_of_sum(delta, norm.scale, eps)
+    return step.ops.rms_norm(delta, norm.scale, eps, stream)
 
 
 class Decoder(nn.Module):

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from rlloop.errors import ConfigError
 from rlloop.inputs import Image
@@ -29,6 +28,7 @@ from rlloop.models.head import Apart, Head
 from rlloop.models.layers import Cache, Divisions, Step, Weight
 from rlloop.models.peer_gathers import peers_of
 from rlloop.models.placement import check_placement
+from rlloop.models.recompute import Recompute
 from rlloop.models.recurrent import delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, turned_by_axis
 from rlloop.models.routing_record import RoutingRecord
@@ -50,7 +50,8 @@ class Model(nn.Module):
     `load_model` and `new_model` construct one with weights; the constructor leaves them uninitialised.
 
     `checkpoint_layers = n` recomputes every n-th layer in the backward pass instead of keeping its activations (0:
-    none); the same operations run again, so the gradient keeps its bits.
+    none); the same operations run again, so the gradient keeps its bits. With `checkpoint_keep_attention` attention's
+    results are kept.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Model(nn.Module):
         self.adapter: Adapter | None = None if weights_of is None else weights_of.adapter  # of all rows
         self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may select
         self.ops = self._with_own_adapter(ops_for(self.profile))
-        self.checkpoint_layers = 0
+        self.checkpoint_layers, self.checkpoint_keep_attention = 0, False
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[CopiedPart] = []
@@ -92,6 +93,7 @@ class Model(nn.Module):
         self.visual = weights_of.visual
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
+        self.checkpoint_keep_attention = weights_of.checkpoint_keep_attention
         if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep", "pp")):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
@@ -354,8 +356,9 @@ class Model(nn.Module):
                 delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
+        recompute = self._recompute
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):
-            delta, stream = self._run(layer, module, delta, stream, step)
+            delta, stream = recompute.decoder_layer(layer, module, delta, stream, step)
             if images is not None:
                 delta, stream = images.added(layer, delta, stream)
         if self.model.norm is None:
@@ -367,7 +370,7 @@ class Model(nn.Module):
         tower trains."""
         assert self.visual is not None, "check_images refuses images for a text model"
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.visual.trains):
-            return self.visual(images, self.ops.with_adapters(None), self._run)
+            return self.visual(images, self.ops.with_adapters(None), self._recompute.run)
 
     def without_tokens(self) -> Tensor:
         """`hidden` of a rank without tokens in an expert group whose other ranks have some: its experts compute theirs.
@@ -384,13 +387,10 @@ class Model(nn.Module):
         for layer, block in zip(self.stage.layers, self.model.layers.values(), strict=True):
             for module in block.children():
                 if isinstance(module, Mixture):
-                    x = self._run(layer, module.without_tokens, x, step)
+                    x = self._recompute.run(layer, module.without_tokens, x, step)
         return x.sum()
 
-    def _run(self, index: int, layer: Callable[..., Any], *args: Any) -> Any:
-        """Run a layer; every `checkpoint_layers`-th is recomputed in the backward pass."""
-        if not (self.checkpoint_layers and torch.is_grad_enabled()) or index % self.checkpoint_layers:
-            return layer(*args)
-        # No early stop: it would skip the end of a layer, where ranks may communicate.
-        with set_checkpoint_early_stop(self.context.layout.world_size == 1):
-            return checkpoint(layer, *args, use_reentrant=False)
+    @property
+    def _recompute(self) -> Recompute:
+        alone = self.context.layout.world_size == 1
+        return Recompute(self.checkpoint_layers, self.checkpoint_keep_attention, alone)

@@ -101,6 +101,18 @@ class Ops:
         total = reference.widen(x) + reference.widen(residual)
         return self._as.rms_norm(total, weight, eps, None)[0].to(x.dtype), total.to(x.dtype)
 
+    @property
+    def norms_sums(self) -> bool:
+        """True if `norm_of_sum` gives what `rms_norm` of the two terms does."""
+        return self.profile.rms_norm == "rlloop" and self.profile.residual_norm == "rounded"
+
+    def norm_of_sum(self, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`rms_norm` of a residual sum that has been made already, with the bits of the gradient. Only if `norms_sums`.
+
+        (normed [T, D], the sum again, which the rest of the layer has to go on from).
+        """
+        return operators.norm_of_sum(total, weight, eps)
+
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`. [T, F] each -> [T, F]."""
         return self._as.silu_mul(gate, up)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
-from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
+from rlloop.config.trainer import KEEPS_OWN, MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
@@ -64,13 +64,14 @@ class Trainer:
         `redraws`: draw an engine's tokens again, to compare them. `apart`: no master is a live parameter, even of a
         model that computes in float32, so that `round_weights` may round those.
 
-        Sets `model.checkpoint_layers` to `config.checkpoint_layers`. Raises `ConfigError` for settings that the model
-        does not support.
+        Sets `model.checkpoint_layers` and `checkpoint_keep_attention` to the configuration's. Raises `ConfigError` for
+        settings that the model does not support.
         """
         self.model = model
         self.config = config
         self.reference = reference
         model.checkpoint_layers = config.checkpoint_every
+        model.checkpoint_keep_attention = config.checkpoint_keep_attention
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
@@ -79,6 +80,8 @@ class Trainer:
             raise ConfigError(MASTERS_STAY.format(str(model.dtype).removeprefix("torch.")))
         if config.share_prompts and (reason := why_not_shared(model, trains=True)) is not None:
             raise ConfigError(f"trainer.share_prompts: {reason}; set it to false")
+        if config.checkpoint_keep_attention and model.profile.attention != "rlloop":
+            raise ConfigError(KEEPS_OWN.format(model.profile.attention))
         self._masters = MasterWeights(model, shard_layers=in_layers, hosted=config.offload == "masters", apart=apart)
         self._optimizer = ShardedAdamW(self._masters, config)
         self._has_gradient = False

@@ -80,9 +80,11 @@ def preference(layout: Layout) -> tuple[int, ...]:
 
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
-    lora: int = 0, trains: bool = True,
+    lora: int = 0, trains: bool = True, keep_attention: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
+
+    All layers are made again in the backward pass; `keep_attention`: but for their attention.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
@@ -92,7 +94,8 @@ def predict(
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
     ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
     sizes = max(
-        (_parts(config, layout, rank, dtype, tokens, lora, trains) for rank in ranks), key=lambda x: sum(x.values())
+        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention) for rank in ranks),
+        key=lambda x: sum(x.values()),
     )
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
     host = sum(sizes.pop(name) for name in moved)
@@ -108,8 +111,9 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 
 def _parts(
-    config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool
-) -> dict[str, int]:
+    config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
+    keep_attention: bool,
+) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     held = owned = 0
     for name, entry in ParameterStore(model).entries.items():
@@ -135,6 +139,7 @@ def _parts(
         "optimizer": 2 * owned * wide,
         "gradients": owned * (levels * wide + dtype.itemsize),
         "activations": _activations(config, layout, dtype, tokens),
+        **({"attention": _attention(config, layout, dtype, tokens)} if keep_attention else {}),
     }
     return {
         **frozen,
@@ -151,14 +156,22 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
 
 
 def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate: the two streams between layers, and what one layer keeps for its backward pass."""
+    """Estimate: the stream between layers, and what one layer keeps for its backward pass."""
     layers, width, mixture = -(-config.num_layers // layout.pp), config.hidden_size, config.mixture
     attended = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     inner = 3 * config.intermediate_size
     if mixture is not None:
         inner = max(inner, mixture.routing.top_k * (3 * mixture.expert_size + width))
-    streams = 2 * width * layers * min(layout.pp, MICRO_BATCHES)  # of the micro-batches that are in a pipeline
+    streams = width * layers * min(layout.pp, MICRO_BATCHES)  # of the micro-batches that are in a pipeline
     return tokens * dtype.itemsize // layout.cp * (streams + 4 * width + (attended + inner) // layout.tp)
+
+
+def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
+    """What attention makes in every layer that has it: its output, and a float32 number for each head."""
+    width = config.head_dim if config.latent is None else config.latent.kv_rank
+    of_head = width * dtype.itemsize + torch.float32.itemsize
+    layers = -(-len(config.attention_layers) // layout.pp) * min(layout.pp, MICRO_BATCHES)
+    return tokens // layout.cp * layers * -(-config.num_heads // layout.tp) * of_head
 
 
 def _context(layout: Layout, rank: int) -> ParallelContext:

@@ -12,7 +12,7 @@ from tests.support.rank_updates import CASES, go, ranked, save
 from tests.support.ranks import run_ranks
 
 FAMILIES = ("qwen3", "deepseek_v3", "gpt_oss")  # shared key-value heads; latents; sinks, windows
-UPDATES = (("dense bfloat16", {"cp": 2, "dp_shard": 2}), ("experts bfloat16", {"cp": 2, "dp_shard": 2, "ep": 4}))
+UPDATES = (("untied", {"cp": 2, "dp_shard": 2}), ("experts bfloat16", {"cp": 2, "dp_shard": 2, "ep": 4}))
 
 
 def test_forwards_over_ranks_have_one_ranks_bits(tmp_path: Path) -> None:

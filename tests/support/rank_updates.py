@@ -58,11 +58,17 @@ class Case:
 CASES = {
     "dense": Case(DENSE),
     "dense bfloat16": Case(DENSE, "bfloat16"),
-    "untied": Case({**DENSE, "tie_word_embeddings": False}, "bfloat16", {"checkpoint_layers": "all"}),
+    "untied": Case(
+        {**DENSE, "tie_word_embeddings": False},
+        "bfloat16",
+        {"checkpoint_layers": "all", "checkpoint_keep_attention": True},
+    ),
     "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}),
-    "experts bfloat16": Case(MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01}),
+    "experts bfloat16": Case(
+        MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01, "checkpoint_layers": "all"}
+    ),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
     "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
     "shared prompts": Case(

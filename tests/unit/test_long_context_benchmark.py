@@ -53,16 +53,17 @@ def test_a_side_without_enough_memory_says_so_and_ends(module, capsys):
 def test_figures_say_who_ran_out_of_memory_and_what_was_predicted(module):
     long = module("long_context")
     config, gib = long.config_of(False), 1 << 30
+    settings = {"prompt": 512, "offload": "none", "keep_attention": False}
     ran, outgrown = {"seconds": [2.0, 4.0, 8.0], "peak": 50 * gib}, {"seconds": [], "outgrown": True}
 
     def made(mine: dict, other: dict) -> list:
         found = {"rlloop": {1024: mine} if mine else {}, "peer": {1024: other} if other else {}}
-        return long.figures_of(found, 1024, config, "a shape", 512, "none")
+        return long.figures_of(found, 1024, config, "a shape", settings)
 
     speed, memory, prediction = made(ran, {})
     assert (speed.value, speed.spread, speed.peer) == (256.0, (128.0, 512.0), None)
     assert (memory.value, prediction.peer_value) == (50.0, 50.0)
-    assert prediction.value == long.predicted(config, 1024, "none") / gib
+    assert prediction.value == long.predicted(config, 1024, settings) / gib
     speed, memory, _ = made(ran, {"seconds": [1.0], "peak": 25 * gib})
     assert (speed.ratio, memory.ratio) == (0.25, 0.5)
     speed, *_ = made(ran, outgrown)
@@ -71,10 +72,14 @@ def test_figures_say_who_ran_out_of_memory_and_what_was_predicted(module):
     assert (speed.value, speed.peer_value) == (0.0, 1024.0)
     assert speed.name.endswith(": out of memory")
     assert made({}, ran) == []
-    longest = [long.predicted(config, length, "none") / gib for length in long.LENGTHS.values()]
+    longest = [long.predicted(config, length, settings) / gib for length in long.LENGTHS.values()]
     assert longest == sorted(longest)
     assert 30 < longest[-1] < 80  # one GPU of 80 GB is said to hold 256k tokens
-    assert long.predicted(config, 1024, "masters") < long.predicted(config, 1024, "none")
+    assert long.predicted(config, 1024, {**settings, "offload": "masters"}) < long.predicted(config, 1024, settings)
+    keeps = {**settings, "keep_attention": True}
+    assert long.predicted(config, 1024, keeps) - long.predicted(config, 1024, settings) == 28 * 1024 * 16 * (256 + 4)
+    speed, *_ = long.figures_of({"rlloop": {1024: ran}, "peer": {}}, 1024, config, "a shape", keeps)
+    assert "layers recomputed but for attention" in speed.name
 
 
 @pytest.mark.slow

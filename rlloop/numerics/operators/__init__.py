@@ -12,7 +12,7 @@ from rlloop.numerics.operators.adapted import (
     reduced,
 )
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
-from rlloop.numerics.operators.elementwise import rms_norm, rope, sigmoid_mul, silu_mul
+from rlloop.numerics.operators.elementwise import norm_of_sum, rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import (
     attention,
@@ -44,6 +44,7 @@ __all__ = [
     "linear",
     "linear_with_terms",
     "logits",
+    "norm_of_sum",
     "recurrent_gates",
     "reduced",
     "rms_norm",

@@ -47,6 +47,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     return out, x if residual is None else stream
 
 
+class _NormOfSum(torch.autograd.Function):
+    """`rms_norm` with a residual, whose sum has been made before. The sum comes out again, so that its gradient is
+    added to that of the norm before both are rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, _, scales = _rms_norm(total, weight, eps, None)
+        ctx.save_for_backward(total, weight, scales)
+        ctx.set_materialize_grads(False)
+        return out, total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, grad_total = grads
+        if grad is None:
+            return grad_total, None, None
+        return *_rms_norm_gradients(*ctx.saved_tensors, grad, grad_total), None
+
+
+def norm_of_sum(total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _NormOfSum.apply(total, weight, eps)
+
+
 _silu_mul_gradients = operator(
     "silu_mul_backward(Tensor gate, Tensor up, Tensor grad) -> (Tensor, Tensor)",
     lambda gate, up, grad: (torch.empty_like(gate), torch.empty_like(up)),

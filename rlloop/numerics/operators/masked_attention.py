@@ -140,6 +140,9 @@ _sparse_attention = operator(
 )
 
 
+FORWARDS = _attention, _sparse_attention  # each makes (out, log-sum-exp); for what keeps these of a layer made again
+
+
 def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, layout: AttentionLayout, scale: float, split: int = 0
 ) -> Tensor:

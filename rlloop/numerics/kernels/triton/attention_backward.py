@@ -2,7 +2,8 @@
 
 With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
 scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. One kernel owns queries, the other keys: nothing is added up by
-atomics, so a gradient has the same bits in every run.
+atomics, so a gradient has the same bits in every run. Both make p and ds, seven products in all; `attention_blocks`
+makes them once for sequences above `LONG`.
 
 `SHARED`: the sequences are in families. The queries that read a prefix's keys are flat tokens in a row, its own and
 then those of the sequences that go on from it, so its sums go on over them.
@@ -11,25 +12,36 @@ then those of the sequences that go on from it, so its sums go on over them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.attention import _find, _load_rows
+from rlloop.numerics.kernels.triton import attention_blocks
+from rlloop.numerics.kernels.triton.attention import _find
+from rlloop.numerics.kernels.triton.attention_steps import _add_keys, _add_queries, _rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
 from rlloop.numerics.layout import AttentionLayout
 
-ROWS, TILE = 64, 64
-WARPS, STAGES = 4, 2
+
+class Tiles(NamedTuple):
+    """Queries and keys of a product, warps of a program, and tiles in flight."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+HALF, FLOAT32 = Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)
+# Of 16-bit numbers, by the widest head that they are for: tiles where queries are owned, and where keys are.
+PLAIN: dict[int, tuple[Tiles, Tiles]] = {64: (HALF, HALF), 128: (HALF, HALF), 256: (HALF, HALF)}
+WHOLE_KEYS = False  # loops without masks where keys are owned, too: fewer instructions, more spills, not measured
+LONG = 0  # tokens above which a causal sequence of 16-bit numbers goes by blocks; 0: none does
 WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is one head, and cuBLAS has enough to do
 SCORES = 1 << 27  # at a time
-
-
-@triton.jit
-def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr):
-    return _load_rows(source, index * WIDTH, inside, WIDTH, W, True)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -37,13 +49,15 @@ def _by_query(
     q, k, v, query_start, context, prefixes, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
+    LONG: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """`LONG`: of sequences above so many tokens only the `deltas` are made."""
     SHARE: tl.constexpr = HEADS // GROUPS
-    group, task = tl.program_id(1), tl.program_id(0)
+    group, task = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest sums begin first
     sequence = _find(query_start, sequences, task, SHARE, ROWS)
     token = tl.load(query_start + sequence)
     chunk = task - (token * SHARE // ROWS + sequence).to(tl.int32)
-    rows = (tl.load(query_start + sequence + 1) - token) * SHARE
+    rows = (tl.load(query_start + sequence + 1) - token).to(tl.int32) * SHARE
     row = chunk * ROWS + tl.arange(0, ROWS)
     if chunk * ROWS < rows:
         valid = row < rows
@@ -55,36 +69,39 @@ def _by_query(
         log_total = tl.load(lse + index, valid, 0.0) * 1.4426950408889634
         sums = tl.zeros((ROWS, W), tl.float32)
         first, last = chunk * ROWS // SHARE, (tl.minimum(chunk * ROWS + ROWS, rows) - 1) // SHARE
+        before, prefix = 0, token
         if SHARED:
-            before, prefix = tl.load(context + sequence), tl.load(prefixes + sequence)
+            before, prefix = tl.load(context + sequence).to(tl.int32), tl.load(prefixes + sequence)
             first, last, position = first + before, last + before, position + before
         if not CAUSAL:  # as in `attention._attention`
             last = rows // SHARE - 1
-            position = last + row * 0
+            first, position = last, last + row * 0
         lowest = 0
         if WINDOW > 0:
             lowest = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
-        for tile in range(lowest, last + 1, TILE):
-            key = tile + tl.arange(0, TILE)
-            begin = token
-            if SHARED:
-                begin = tl.where(tile < before, prefix, token - before)
-            at, seen = (begin + key) * GROUPS + group, key <= last
-            keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
-            scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
-            masses = tl.exp2(scores - log_total[:, None])
-            reads = key[None, :] <= position[:, None]
-            if WINDOW > 0:
-                reads = reads & (key[None, :] > position[:, None] - WINDOW)
-            masses = tl.where(reads, masses, 0.0)
-            by_mass = tl.dot(slopes, values.T, input_precision="ieee")
-            by_score = masses * (by_mass - delta[:, None])
-            sums = tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
-        d = tl.arange(0, W)
-        tl.store(
-            grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
-            valid[:, None] & (d < WIDTH)[None, :],
-        )  # fmt: skip
+        end = last + 1
+        if LONG > 0:
+            end = tl.where(rows > LONG * SHARE, 0, end)
+        masked = lowest
+        if WHOLE:
+            # Tiles that every query reads whole need no mask. Without this `maximum` ptxas takes 50 registers more.
+            masked = tl.maximum(tl.minimum(first + 1, end) // TILE * TILE, lowest)
+            for tile in range(lowest, masked, TILE):
+                sums = _add_keys(
+                    sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
+                    scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, False,
+                )  # fmt: skip
+        for tile in range(masked, end, TILE):
+            sums = _add_keys(
+                sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
+                scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, True,
+            )  # fmt: skip
+        if end > 0:
+            d = tl.arange(0, W)
+            tl.store(
+                grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
+                valid[:, None] & (d < WIDTH)[None, :],
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -92,49 +109,55 @@ def _by_key(
     q, k, v, query_start, context, readers, positions, lse, grad, deltas, grad_k, grad_v, sequences, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
     VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """`LONG`: sequences above so many tokens are left out."""
     SHARE: tl.constexpr = HEADS // GROUPS
+    PLACED: tl.constexpr = SHARED and WINDOW > 0  # else what is further on reads all keys, wherever it stands
     group, task = tl.program_id(1), tl.program_id(0)
     sequence = _find(query_start, sequences, task, 1, TILE)
     token = tl.load(query_start + sequence)
     tile = (task - (token // TILE + sequence).to(tl.int32)) * TILE
-    length = tl.load(query_start + sequence + 1) - token
+    length = (tl.load(query_start + sequence + 1) - token).to(tl.int32)
+    if LONG > 0:
+        length = tl.where(length > LONG, 0, length)
     if tile < length:
         key = tile + tl.arange(0, TILE)
         at, seen = (token + key) * GROUPS + group, key < length
         keys, values = _rows(k, at, seen, WIDTH, W), _rows(v, at, seen, V_WIDTH, VW)
         key_sums, value_sums = tl.zeros((TILE, W), tl.float32), tl.zeros((TILE, VW), tl.float32)
-        queries_of, start, end = length, tile, length
+        queries_of, start, end, before = length, tile, length, 0
         if SHARED:
-            queries_of = tl.load(readers + sequence) - token
+            queries_of = (tl.load(readers + sequence) - token).to(tl.int32)
             end, before = queries_of, tl.load(context + sequence)
         elif WINDOW > 0:
             end = tl.minimum(length, tile + TILE + WINDOW - 1)
         if not CAUSAL:
-            start = 0
-        for begin in range(start * SHARE // ROWS * ROWS, end * SHARE, ROWS):
-            row = begin + tl.arange(0, ROWS)
-            valid, position = row < queries_of * SHARE, row // SHARE
-            index = (token + position) * HEADS + group * SHARE + row % SHARE
-            if SHARED and WINDOW > 0:  # else what is further on reads all keys, wherever it stands
-                position = tl.load(positions + token + position, valid, 0) - before
-            queries, slopes = _rows(q, index, valid, WIDTH, W), _rows(grad, index, valid, V_WIDTH, VW)
-            log_total = tl.load(lse + index, valid, 0.0) * 1.4426950408889634
-            delta = tl.load(deltas + index, valid, 0.0)
-            scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
-            masses = tl.exp2(scores - log_total[None, :])
+            start = start * 0
+        lowest, end = start * SHARE // ROWS * ROWS, end * SHARE
+        masked = lowest
+        if WHOLE:  # queries that all read all keys need no mask: from `whole` to `masked`
+            whole = lowest
             if CAUSAL:
-                reads = (key[:, None] <= position[None, :]) & valid[None, :]
-            else:
-                reads = valid[None, :]
-            if WINDOW > 0:
-                reads = reads & (key[:, None] > position[None, :] - WINDOW)
-            masses = tl.where(reads, masses, 0.0)
-            value_sums = tl.dot(masses.to(slopes.dtype), slopes, value_sums, input_precision="ieee")
-            by_mass = tl.dot(values, slopes.T, input_precision="ieee")
-            by_score = masses * (by_mass - delta[None, :])
-            key_sums = tl.dot(by_score.to(queries.dtype), queries, key_sums, input_precision="ieee")
+                whole = tl.minimum(tl.cdiv((tile + TILE - 1) * SHARE, ROWS) * ROWS, tl.cdiv(end, ROWS) * ROWS)
+            masked = tl.maximum(queries_of * SHARE // ROWS * ROWS, whole)
+            for begin in range(lowest, whole, ROWS):
+                key_sums, value_sums, _ = _add_queries(
+                    key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
+                    queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
+                    True,
+                )  # fmt: skip
+            for begin in range(whole, masked, ROWS):
+                key_sums, value_sums, _ = _add_queries(
+                    key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
+                    queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
+                    False,
+                )  # fmt: skip
+        for begin in range(masked, end, ROWS):
+            key_sums, value_sums, _ = _add_queries(
+                key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of,
+                key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED, True,
+            )  # fmt: skip
         d, dv = tl.arange(0, W), tl.arange(0, VW)
         tl.store(
             grad_k + at[:, None] * WIDTH + d[None, :], (key_sums * scale).to(grad_k.dtype.element_ty),
@@ -170,26 +193,45 @@ def attention_backward(
             for n, m in zip(lengths, every, strict=True)
         )
         return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale, prefixes)
-    rows, tile = (ROWS, TILE) if q.dtype.itemsize == 2 else (32, 32)
     context = begins = readers = positions = query_start  # not read
     if families is not None:
         context, begins, readers = families.context, families.prefixes, families.readers
         positions = families.positions if window else query_start
+    by_query, by_key = _tiles(q.dtype, max(width, v_width), families is not None)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
-        "VW": power_of_two(v_width, 16), "ROWS": rows, "TILE": tile, "WINDOW": window, "CAUSAL": causal,
-        "SHARED": families is not None,
+        "VW": power_of_two(v_width, 16),
     }  # fmt: skip
-    stages = STAGES if q.dtype.itemsize == 2 else 1
-    _by_query[(tokens * (heads // groups) // rows + sequences, groups)](
+    # Elsewhere a second and a third loop take registers (a product then waits for the one before), or long to compile.
+    whole = q.dtype.itemsize == 2 and not window and shape["W"] == width <= 128 and shape["VW"] == v_width <= 128
+    longest = LONG if whole and causal and families is None and tokens > LONG else 0
+    masks = {"WINDOW": window, "CAUSAL": causal, "SHARED": families is not None, "LONG": longest}
+    _by_query[(tokens * (heads // groups) // by_query.rows + sequences, groups)](
         q, k, v, query_start, context, begins, out, lse, grad, gradients[0], deltas, sequences, scale, **shape,
-        num_warps=WARPS, num_stages=stages,
+        **masks, WHOLE=whole, ROWS=by_query.rows, TILE=by_query.tile, num_warps=by_query.warps,
+        num_stages=by_query.stages,
     )  # fmt: skip
-    _by_key[(tokens // tile + sequences, groups)](
+    _by_key[(tokens // by_key.tile + sequences, groups)](
         q, k, v, query_start, context, readers, positions, lse, grad, deltas, gradients[1], gradients[2], sequences,
-        scale, **shape, num_warps=WARPS, num_stages=stages,
+        scale, **shape, **masks, WHOLE=whole and WHOLE_KEYS, ROWS=by_key.rows, TILE=by_key.tile, num_warps=by_key.warps,
+        num_stages=by_key.stages,
     )  # fmt: skip
+    if longest:
+        begin = 0
+        for length in query_start.diff().tolist():
+            own = slice(begin, begin + length)
+            begin += length
+            if length > longest:
+                parts = (x[own] for x in (q, k, v, lse, grad, deltas, *gradients))
+                attention_blocks.backward(*parts, scale, shape)
     return gradients
+
+
+def _tiles(dtype: torch.dtype, width: int, families: bool) -> tuple[Tiles, Tiles]:
+    """Where queries are owned, and where keys are. Of families a tile of keys must not reach beyond a prefix."""
+    if dtype.itemsize > 2:
+        return FLOAT32, FLOAT32
+    return (HALF, HALF) if families else PLAIN[max(64, power_of_two(width))]
 
 
 def _prefixes(layout: AttentionLayout) -> list[range]:

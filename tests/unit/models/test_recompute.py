@@ -1,0 +1,116 @@
+"""Layers made again in the backward pass: the same bits, with and without attention's results kept."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlloop import NumericsProfile, load_model, token_logprobs
+from rlloop.algorithms import get_loss
+from rlloop.config.trainer import TrainerConfig
+from rlloop.errors import ConfigError
+from rlloop.models import Model
+from rlloop.trainer import Trainer
+from tests.support.checkpoints import EVERY, make_checkpoint
+from tests.support.train_sequences import gradients, make_groups
+
+PAIRS = [([3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 3, 5, 8]), ([2, 7, 1, 8], [2, 8])]
+SETTINGS = [(0, False), (1, False), (2, False), (1, True), (2, True)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts rlloop's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "rlloop":
+            self.counts[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def update(model: Model, every: int, keeps: bool) -> tuple[dict[str, Tensor], Counter[str]]:
+    model.checkpoint_layers, model.checkpoint_keep_attention = every, keeps
+    model.zero_grad()
+    logprobs = torch.cat(token_logprobs(model, PAIRS))
+    with Calls() as calls:  # what the backward makes
+        logprobs.sum().backward()
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {"logprobs": logprobs.detach(), **found}, calls.counts
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_keeps_its_bits(tmp_path: Path, family: str, dtype: str) -> None:
+    make_checkpoint(tmp_path, family)
+    model = load_model(tmp_path, dtype=dtype)
+    (plain, _), *others = [update(model, *setting) for setting in SETTINGS]
+    assert len(plain) > 5
+    for setting, (found, counts) in zip(SETTINGS[1:], others, strict=True):
+        assert same(plain, found), setting
+        assert counts["rms_norm"] > 0, "layers are made again"
+        if setting[1]:
+            assert counts["attention"] == counts["sparse_attention"] == 0
+    assert others[0][1]["attention"] + others[0][1]["sparse_attention"] == len(model.config.attention_layers)
+
+
+def test_other_operations_keep_their_bits(tmp_path: Path) -> None:
+    """Where the norm is another's, or does not read the sum as stored, both its terms are kept."""
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path)
+    for settings in ({"rms_norm": "stock"}, {"residual_norm": "float32"}, {"attention": "stock"}):
+        view = model.with_profile(NumericsProfile(**settings))
+        (plain, _), *others = [update(view, *setting) for setting in SETTINGS]
+        assert all(same(plain, found) for found, _ in others), settings
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_updates_of_groups_keep_their_bits(tmp_path: Path, share: bool) -> None:
+    make_checkpoint(tmp_path)
+    found = []
+    for settings in ({}, {"checkpoint_layers": "all"}, {"checkpoint_layers": "all", "checkpoint_keep_attention": True}):
+        trainer = Trainer(load_model(tmp_path), TrainerConfig(share_prompts=share, max_batch_tokens=200, **settings))
+        result = trainer.forward_backward(make_groups(), get_loss("grpo"))
+        found.append([*gradients(trainer).values(), *map(torch.from_numpy, result.logprobs)])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_of_a_layer_one_sum_is_kept(tmp_path: Path) -> None:
+    kept = []
+    for layers in (2, 6):
+        make_checkpoint(tmp_path / str(layers), num_hidden_layers=layers)
+        model, storages = load_model(tmp_path / str(layers)), {}
+        model.checkpoint_layers = 1
+
+        def keep(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs = token_logprobs(model, PAIRS)
+        kept.append(sum(storages.values()))
+        del logprobs
+    tokens = sum(len(prompt) + len(completion) - 1 for prompt, completion in PAIRS)
+    assert kept[1] - kept[0] == 4 * tokens * model.config.hidden_size * model.dtype.itemsize
+
+
+def test_attention_is_kept_only_of_layers_made_again(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="checkpoint_keep_attention is True; it must be false while"):
+        TrainerConfig(checkpoint_keep_attention=True)
+    settings = TrainerConfig(checkpoint_layers="2", checkpoint_keep_attention=True)
+    model = load_model(tmp_path)
+    assert Trainer(model, settings).model.checkpoint_keep_attention
+    assert model.with_adapter(None).checkpoint_keep_attention
+    with pytest.raises(ConfigError, match=r"model\.profile\.attention is stock"):
+        Trainer(model.with_profile(NumericsProfile(attention="stock")), settings)
