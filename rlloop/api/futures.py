@@ -102,11 +102,11 @@ class Futures:
         load = self._loads.get(client, _Load())
         return load.futures, load.nbytes
 
-    def uncollected(self, prefix: str) -> Iterator[Future]:
-        """Done futures with this id prefix whose results have not been read."""
-        soon = time.monotonic() + COLLECTED_SECONDS
+    def kept(self, prefix: str) -> Iterator[Future]:
+        """Done futures with this id prefix whose results may still be asked for: also those that were sent, since the
+        answer may have been lost."""
         for future in self._all.values():
-            if future.request_id.startswith(prefix) and future.outcome is not None and future.expires > soon:
+            if future.request_id.startswith(prefix) and future.outcome is not None:
                 yield future
 
     def sweep(self) -> None:
