@@ -285,7 +285,13 @@ class Trained:
         self._updates_since = 0
         work = self._write_state(first, saving, list(self._samplers), self._update, loaded, self._state)
         self._state = self.core.task(work)
+        self._state.add_done_callback(self._state_ended)
         return self._state
+
+    def _state_ended(self, state: asyncio.Task[None]) -> None:
+        """After one that failed, on a full disk for example, the next update tries again."""
+        if not state.cancelled() and state.exception() is not None:
+            self._updates_since = max(self._updates_since, self.core.settings.state_every)
 
     def _record_digest(self, seq_id: int) -> None:
         """Have the log say which weights an update leaves."""

@@ -131,6 +131,23 @@ def test_that_tokens_were_compared_is_on_disk_before_a_restart(tmp_path, disk):
         assert dict(output(again.result(trained)).metrics) == metrics
 
 
+def test_a_state_that_found_no_room_is_made_after_the_next_update(tmp_path, disk, monkeypatch):
+    with serving(tmp_path, state_every=5) as (server, fake):
+        api = Api(server.url).start()
+
+        def save(*_, original=fake.save_weights, **__):
+            fake.save_weights = original
+            return fake._do(disk.refuse, "save")
+
+        fake.save_weights = save
+        for _ in range(5):
+            api.optim_step()
+        until(lambda: disk.tries)
+        (log,) = [model.log for session in server.sessions for model in session.models.values()]
+        api.optim_step()
+        until(lambda: (log.folder / "000007.log").exists(), seconds=20)
+
+
 def test_what_logs_were_made_with_is_there_whole_or_not(tmp_path, monkeypatch):
     base = Base("model", "name", {"dtype": "float32"})
     monkeypatch.setattr("rlloop.api.log.sync", Disk(monkeypatch).refuse)
