@@ -13,6 +13,7 @@ from rlloop.api import requests, wire
 from rlloop.api.futures import PROTOBUF, Outcome
 from rlloop.api.log import Command
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.training.checkpoints import Overwrite
 from rlloop.training.service import TrainingService
 from rlloop.training.types import ForwardBackwardOutput, OptimStepResponse, Parity, PromptProvenanceSpan
 
@@ -46,6 +47,7 @@ class Replayed:
 
     compared: Mapping[str, float] | None = None  # metrics of the comparison of its tokens, which all were equal
     broken: bool = False  # it failed in the server, and took the gradient with it
+    again: bool = False  # it may have been executed before, without a record of it
 
 
 def start(service: TrainingService, context: Context, command: Command, replayed: Replayed = Replayed()) -> Call:
@@ -163,7 +165,7 @@ def _save_weights(service: TrainingService, context: Context, command: Command, 
     saved = service.save_weights(
         context.model_id,
         name,
-        overwrite=body.overwrite,
+        overwrite=body.overwrite or _kept(replayed),
         ttl_seconds=requests.checked_ttl(body.ttl_seconds),
         user_metadata=body.user_metadata,
     )
@@ -180,6 +182,7 @@ def _save_for_sampler(service: TrainingService, context: Context, command: Comma
         context.model_id,
         name,
         sampler=sampler,
+        overwrite=_kept(replayed),
         ttl_seconds=requests.checked_ttl(body.ttl_seconds) if name is not None else None,
         user_metadata=body.user_metadata if name is not None else None,
     )
@@ -195,7 +198,10 @@ def _save_external(service: TrainingService, context: Context, command: Command,
     if body.age_encryption_recipients:
         raise ConfigError("this server does not encrypt checkpoints; leave age_encryption_recipients out")
     saved = service.save_weights_for_sampler(
-        context.model_id, EXTERNAL + _name(body.path), ttl_seconds=requests.checked_ttl(body.ttl_seconds)
+        context.model_id,
+        EXTERNAL + _name(body.path),
+        overwrite=_kept(replayed),
+        ttl_seconds=requests.checked_ttl(body.ttl_seconds),
     )
     return Call(
         saved, lambda response: result(type="save_weights_external", path=public_path(response.path or "")), kept=True
@@ -211,6 +217,11 @@ _KINDS: dict[str, Callable[[TrainingService, Context, Command, Replayed], Call]]
     "save_weights_for_sampler": _save_for_sampler,
     "save_weights_external": _save_external,
 }
+
+
+def _kept(replayed: Replayed) -> Overwrite:
+    """A save that was killed before its record was written has left the checkpoint, which is no error."""
+    return "equal" if replayed.again else False
 
 
 def _name(path: str) -> str:

@@ -16,10 +16,12 @@ import msgspec
 from rlloop.api.calls import failure
 from rlloop.api.futures import Futures, Outcome
 from rlloop.api.keys import Keys, Quota
-from rlloop.api.log import Committer
+from rlloop.api.log import CommandLog, Committer, Record, write_bytes
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.service import TrainingService
 from rlloop.training.types import Parity
+
+AGAIN_SECONDS = 0.5  # until a record is written again that could not be
 
 log = logging.getLogger("rlloop.api")
 
@@ -62,7 +64,7 @@ def keep_base(folder: Path, base: Base) -> None:
     bits."""
     file = folder / "base.json"
     if not file.exists():
-        file.write_bytes(msgspec.json.encode(base))
+        write_bytes(file, msgspec.json.encode(base))
         return
     before = msgspec.json.decode(file.read_bytes(), type=Base)
     if (before.folder, before.settings) != (base.folder, base.settings):
@@ -107,6 +109,23 @@ class Core:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the training API failed", exc_info=error)
+
+    def keep(self, commands: CommandLog, record: Record) -> asyncio.Task[None]:
+        """Append a record that a replay must find, again and again while the disk is full."""
+        return self.task(self._kept(commands, record, commands.append(record)))
+
+    async def _kept(self, commands: CommandLog, record: Record, written: Made[None]) -> None:
+        warned = False
+        while True:
+            try:
+                await asyncio.wrap_future(written)
+                return
+            except OSError as error:
+                if not warned:
+                    log.error("%s cannot be written, and will be tried again: %s", commands.folder, error)
+                warned = True
+            await asyncio.sleep(AGAIN_SECONDS)
+            written = commands.append(record)
 
     def when_done(
         self,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COLLECTED_SECONDS = 120.0  # a collected result is kept for
 UNCOLLECTED_SECONDS = 3600.0
+SENT = 1000  # collected results of a model that outlive a restart, if it comes in that time
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 
@@ -102,12 +103,14 @@ class Futures:
         load = self._loads.get(client, _Load())
         return load.futures, load.nbytes
 
-    def uncollected(self, prefix: str) -> Iterator[Future]:
-        """Done futures with this id prefix whose results have not been read."""
+    def kept(self, prefix: str) -> list[Future]:
+        """Done futures with this id prefix whose results may still be asked for: those that were not, and the newest
+        that were sent, since the answer may have been lost."""
+        done = [each for each in self._all.values() if each.request_id.startswith(prefix) and each.outcome is not None]
         soon = time.monotonic() + COLLECTED_SECONDS
-        for future in self._all.values():
-            if future.request_id.startswith(prefix) and future.outcome is not None and future.expires > soon:
-                yield future
+        sent = [future for future in done if future.expires <= soon]
+        old = {future.request_id for future in sent[:-SENT]}
+        return [future for future in done if future.request_id not in old]
 
     def sweep(self) -> None:
         """Drop expired results. To be called about once a second."""

@@ -157,13 +157,13 @@ class Committer:
 
     def append(self, log: CommandLog, record: Record) -> Future[None]:
         """The future is done when the record is on disk; it has the `OSError` if it could not be written."""
-        future = Future[None]()
+        future = _running()
         self._queue.put((log, record, future))
         return future
 
     def between(self, work: Callable[[], object]) -> Future[None]:
         """Call `work` in the committer's thread, when all that was appended before is on disk."""
-        future = Future[None]()
+        future = _running()
         self._queue.put((work, None, future))
         return future
 
@@ -211,6 +211,13 @@ class Committer:
                 else:
                     future.set_exception(error)
         batch.clear()
+
+
+def _running() -> Future[None]:
+    """A future that nobody who waits for it can cancel, at which the thread would end."""
+    future = Future[None]()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _resolve(future: Future[None], work: Callable[[], object]) -> None:
@@ -282,7 +289,7 @@ class CommandLog:
 
     def rotate(self, first: int, carried: Sequence[Record], keep_bytes: int = KEPT_BYTES) -> Future[None]:
         """Begin a segment at command `first`, whose state `new_state` has. `carried`: records that the new segment
-        still needs, such as results that nobody has collected; commands from `first` on are carried by themselves."""
+        still needs, such as results that clients may ask for; those of commands from `first` on carry themselves."""
         return self._committer.between(lambda: self._rotate(first, carried, keep_bytes))
 
     def shrink(self, keep: Callable[[list[Record]], list[Record]]) -> Future[None]:
@@ -292,11 +299,10 @@ class CommandLog:
             if self._file is None:
                 return
             old = self._path
-            records = keep(read_segment(old).records)
-            self._path = self.folder / f"{int(old.stem) + 1:06d}.log"
-            file = self._begin(self._path, records)
+            path = self.folder / f"{int(old.stem) + 1:06d}.log"
+            file = self._begin(path, keep(read_segment(old).records))
             os.close(self._file)
-            self._file = file
+            self._path, self._file = path, file
             old.unlink()
 
         return self._committer.between(work)
@@ -315,11 +321,7 @@ class CommandLog:
             if path.is_file():
                 sync(path)
         new.rename(state)
-        later = [
-            record
-            for record in read_segment(self._path).records
-            if isinstance(record, Command) and record.seq_id >= first
-        ]
+        later = [record for record in read_segment(self._path).records if record.seq_id >= first]
         path = self.folder / f"{first:06d}.log"
         file = self._begin(path, [*carried, *later])
         os.close(self._file)
@@ -329,10 +331,15 @@ class CommandLog:
     def _begin(self, path: Path, records: Sequence[Record]) -> int:
         new = path.with_suffix(".part")
         new.write_bytes(MAGIC + (_framed(records) if records else b""))
-        sync(new)
-        new.rename(path)
-        sync(self.folder)
-        return os.open(path, os.O_WRONLY | os.O_APPEND)
+        file = os.open(new, os.O_WRONLY | os.O_APPEND)  # before it has its name, by which a restart finds it
+        try:
+            os.fsync(file)
+            new.rename(path)
+            sync(self.folder)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def _prune(self, keep_bytes: int) -> None:
         """Delete the oldest segments beyond `keep_bytes`, and states that no kept segment needs to be verified."""
@@ -381,3 +388,12 @@ def sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically and durably."""
+    new = path.with_suffix(".part")
+    new.write_bytes(content)
+    sync(new)
+    new.replace(path)
+    sync(path.parent)

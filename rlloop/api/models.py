@@ -16,7 +16,7 @@ import msgspec
 from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
-from rlloop.api.log import Checked, Command, CommandLog, Record, Result, Weights
+from rlloop.api.log import Checked, Command, CommandLog, Result, Weights
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
 
@@ -61,6 +61,7 @@ class Trained:
         self._ready: dict[int, Command] = {}  # on disk, not yet handed to the service
         self._results: dict[int, Result] = {}  # of commands that a replay must not execute again
         self._compared: dict[int, dict[str, float]] = {}  # commands that succeeded, by the log
+        self._replayed = set[int]()  # commands of before a restart
         self._wake = asyncio.Event()
         self._gradient = False  # a gradient waits for an update
         self._updates_since = 0  # the last state
@@ -125,7 +126,8 @@ class Trained:
             self._next = replay.first
         self._results, self._compared = replay.results, replay.checked
         commands = replay.commands
-        for seq_id in {*self._results} - {command.seq_id for command in commands}:  # before the state, uncollected
+        self._replayed = {command.seq_id for command in commands}
+        for seq_id in {*self._results} - {command.seq_id for command in commands}:  # before the state
             self._settle_replayed(self._future(seq_id, "", 0), self._results.pop(seq_id))
         for command in commands:
             self._future(command.seq_id, command.kind, len(command.body))
@@ -200,7 +202,11 @@ class Trained:
 
     def _begin(self, command: Command, known: Result | None) -> Call | Outcome:
         """Decode the command and call the service. `known`: how it failed when it came first."""
-        replayed = Replayed(self._compared.pop(command.seq_id, None), known is not None and b'"server"' in known.body)
+        replayed = Replayed(
+            self._compared.pop(command.seq_id, None),
+            broken=known is not None and b'"server"' in known.body,
+            again=command.seq_id in self._replayed,
+        )
         try:
             return start(self.core.service, self.context, command, replayed)
         except Exception as error:
@@ -219,10 +225,10 @@ class Trained:
         if not command.seq_id and outcome.failed:
             self.failed = msgspec.json.decode(outcome.body)["error"]
         if outcome.failed or (call is not None and call.kept):
-            await self._append(Result(command.seq_id, outcome.body, outcome.failed))
+            await self.core.keep(self.log, Result(command.seq_id, outcome.body, outcome.failed))
         elif call is not None and call.checked:
             metrics = {name: value for name, value in outcome.metrics.items() if name.startswith("parity/")}
-            self.log.append(Checked(command.seq_id, metrics))
+            self.core.keep(self.log, Checked(command.seq_id, metrics))
         if (load := self._loads.pop(command.seq_id, None)) is not None:
             loaded, state = load
             loaded.set_result(Result(command.seq_id, outcome.body, outcome.failed))
@@ -236,12 +242,6 @@ class Trained:
             error = msgspec.json.decode(outcome.body)["error"] if outcome.failed else None
             self._sampler_made(sampling_session(self.model_id, number), error)
         self.core.futures.resolve(future, outcome)
-
-    async def _append(self, record: Record) -> None:
-        try:
-            await asyncio.wrap_future(self.log.append(record))
-        except OSError as error:
-            log.error("%s: a result cannot be logged: %s", self.model_id, error)
 
     def _settle_replayed(self, future: Future, known: Result) -> None:
         media = JSON if known.failed or known.body[:1] == b"{" else PROTOBUF
@@ -285,7 +285,13 @@ class Trained:
         self._updates_since = 0
         work = self._write_state(first, saving, list(self._samplers), self._update, loaded, self._state)
         self._state = self.core.task(work)
+        self._state.add_done_callback(self._state_ended)
         return self._state
+
+    def _state_ended(self, state: asyncio.Task[None]) -> None:
+        """After one that failed, on a full disk for example, the next update tries again."""
+        if not state.cancelled() and state.exception() is not None:
+            self._updates_since = max(self._updates_since, self.core.settings.state_every)
 
     def _record_digest(self, seq_id: int) -> None:
         """Have the log say which weights an update leaves."""
@@ -328,7 +334,7 @@ class Trained:
         await loop.run_in_executor(self.core.threads, _sync_files, service.checkpoint_folder(saved.path))
         carried = [
             Result(int(future.request_id.rpartition(":")[2]), future.outcome.body, future.outcome.failed)
-            for future in self.core.futures.uncollected(f"{self.model_id}:")
+            for future in self.core.futures.kept(f"{self.model_id}:")
             if future.outcome is not None and int(future.request_id.rpartition(":")[2]) < first
         ]
         if result is not None:

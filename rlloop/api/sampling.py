@@ -163,7 +163,7 @@ class Samples:
         )
 
     def _settle(self, session: SamplingSession, number: int, seq_id: int, future: Future, outcome: Outcome) -> None:
-        self.log.append(Result(number, outcome.body, outcome.failed, outcome.raw))
+        self.core.keep(self.log, Result(number, outcome.body, outcome.failed, outcome.raw))
         self.core.futures.resolve(future, outcome)
         session.note(future.request_id, seq_id)
         if self.log.nbytes > LOG_BYTES:

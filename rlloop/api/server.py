@@ -141,9 +141,12 @@ class ApiServer:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.core.futures.sweep()
-            self.sessions.sweep()
-            await asyncio.get_running_loop().run_in_executor(self.core.threads, self.core.service.delete_expired)
+            try:
+                self.core.futures.sweep()
+                self.sessions.sweep()
+                await asyncio.get_running_loop().run_in_executor(self.core.threads, self.core.service.delete_expired)
+            except Exception as error:  # of a full disk, for example: the next round tries again
+                log.error("what is over cannot be cleared away: %s", error, exc_info=not isinstance(error, OSError))
 
     # ------------------------------------------------------------------------------------------------ clients
 
@@ -265,6 +268,9 @@ class ApiServer:
                 outcome = result(type="create_custom_loss", loss_id=session.create_loss(asked, body))
             except ConfigError as error:
                 outcome = failed(str(error), "user")
+            except BaseException:  # it could not be kept; left pending, the request could not be repeated
+                self.core.futures.discard(future)
+                raise
             self.core.futures.resolve(future, outcome)
         return _future(request_id)
 

@@ -24,7 +24,7 @@ from rlloop.api import requests
 from rlloop.api.calls import OBSERVE, Context, service_path, session_of
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.keys import Client
-from rlloop.api.log import sync
+from rlloop.api.log import write_bytes
 from rlloop.api.models import Trained
 from rlloop.api.sampling import Samples, SamplingSession, Target
 from rlloop.errors import ConfigError, RunError
@@ -86,8 +86,8 @@ class Session:
 
     def drop(self, model: Trained) -> None:
         """End a model; its log and its checkpoints stay."""
+        (model.log.folder / ENDED).touch()  # first, since a full disk refuses it and the client asks again
         model.close()
-        (model.log.folder / ENDED).touch()
         self._give_up(f"model {model.model_id} was unloaded", model.model_id)
         del self.models[int(model.model_id.rpartition(":")[2])]
 
@@ -215,8 +215,9 @@ class Session:
         """Drop models and samplers; logs and checkpoints stay. The first reason counts."""
         if self.card.ended is not None:
             return
-        self.card.ended = reason
-        write_json(self.folder / "session.json", self.card)
+        ended = msgspec.structs.replace(self.card, ended=reason)
+        write_json(self.folder / "session.json", ended)  # first, since a full disk refuses it and the client asks again
+        self.card = ended
         for model in self.models.values():
             model.close()
         self._give_up("the session has ended")
@@ -251,8 +252,13 @@ class Sessions:
         card = Card(client.name, time.time(), body.tags, body.user_metadata, body.display_name)
         folder = self._folder / session_id
         (folder / "models").mkdir(parents=True)
-        write_json(folder / "session.json", card)
-        session = self._sessions[session_id] = Session(self.core, self, session_id, card, folder)
+        session = Session(self.core, self, session_id, card, folder)
+        try:
+            write_json(folder / "session.json", card)  # last, since a restarted server continues what has one
+        except OSError:
+            session.samples.log.close()
+            raise
+        self._sessions[session_id] = session
         return session
 
     def find(self, session_id: str, client: Client) -> Session:
@@ -340,12 +346,3 @@ def numbered(id: str) -> int | None:
 
 def write_json(path: Path, content: Any) -> None:
     write_bytes(path, msgspec.json.encode(content))
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably."""
-    new = path.with_suffix(".part")
-    new.write_bytes(content)
-    sync(new)
-    new.replace(path)
-    sync(path.parent)

@@ -6,6 +6,7 @@ of model are in the JSON. A checkpoint is complete or absent: it is written unde
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlloop.errors import ConfigError
 from rlloop.training.types import Checkpoint, CheckpointType, GetInfoResponse, LoraConfig
@@ -21,6 +22,7 @@ from rlloop.training.types import Checkpoint, CheckpointType, GetInfoResponse, L
 SCHEME = "tinker://"
 FOLDERS: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
 KINDS = {folder: kind for kind, folder in FOLDERS.items()}
+Overwrite = bool | Literal["equal"]  # "equal": a checkpoint of the same bytes stays, and another one is an error
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -41,7 +43,7 @@ class CheckpointFolder:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         for left in root.glob("*/.writing-*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def path(self, model_id: str, kind: CheckpointType, name: str) -> str:
         return f"{SCHEME}{model_id}/{FOLDERS[kind]}/{name}"
@@ -53,18 +55,14 @@ class CheckpointFolder:
 
     def write(
         self, path: str, lora: LoraConfig | None, write: Callable[[Path], None],
-        ttl_seconds: float | None, user_metadata: Mapping[str, str] | None,
+        ttl_seconds: float | None, user_metadata: Mapping[str, str] | None, *, only_equal: bool = False,
     ) -> None:  # fmt: skip
-        """Save a checkpoint, replacing one of the same path; `write` fills the folder that it is given."""
+        """Save a checkpoint, replacing one of the same path; `write` fills the folder that it is given. `only_equal`:
+        one that is there stays, and must have the same bytes; raises `ConfigError` if it has not."""
         folder, facts = self._files(path)
         writing = folder.parent.parent / f".writing-{folder.parent.name}-{folder.name}"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        try:
-            write(writing)
-        except BaseException:
-            shutil.rmtree(writing, ignore_errors=True)
-            raise
         now = time.time()
         text = json.dumps({
             "type": KINDS[folder.parent.name], "time": now,
@@ -72,10 +70,23 @@ class CheckpointFolder:
             "lora": None if lora is None else asdict(lora),
             "user_metadata": None if user_metadata is None else dict(user_metadata),
         }, indent=1)  # fmt: skip
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        ready = writing.with_name(writing.name + "~")  # a sign that no name has
+        try:  # all that takes room comes before the old one goes
+            write(writing)
+            if only_equal and facts.exists():
+                if _contents(writing) != _contents(folder):
+                    self.check_free(path)
+                shutil.rmtree(writing)
+                return
+            ready.write_text(text + "\n")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            ready.unlink(missing_ok=True)
+            raise
         self.delete(path, missing_ok=True)
         writing.rename(folder)
-        _write_atomically(facts, text)
+        ready.replace(facts)
 
     def get(self, path: str) -> tuple[Checkpoint, Path]:
         """A checkpoint and its folder. Raises `ConfigError` for an unknown path."""
@@ -130,6 +141,16 @@ class CheckpointFolder:
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), lora is not None, lora,
             content["user_metadata"], content["expires_at"],
         )  # fmt: skip
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Digests of a folder's files, by name."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").digest()
+    return found
 
 
 def _write_atomically(file: Path, text: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlloop.errors import ConfigError
 from rlloop.rollout.fleet.text import Tokenizer
-from rlloop.training.checkpoints import CheckpointFolder, checked_name
+from rlloop.training.checkpoints import CheckpointFolder, Overwrite, checked_name
 from rlloop.training.lanes import Action
 from rlloop.training.models import Models
 from rlloop.training.provenance import SampledRecord, SampledSequences
@@ -201,12 +201,12 @@ class SamplingService:
         return expired
 
     def _write(
-        self, path: str, lora: LoraConfig | None, write: Callable[[Path], None], overwrite: bool,
+        self, path: str, lora: LoraConfig | None, write: Callable[[Path], None], overwrite: Overwrite,
         ttl_seconds: float | None, user_metadata: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
-        if not overwrite:
+        if overwrite is False:
             self._store.check_free(path)
-        self._store.write(path, lora, write, ttl_seconds, user_metadata)
+        self._store.write(path, lora, write, ttl_seconds, user_metadata, only_equal=overwrite == "equal")
 
     def _ask(self, *asked: Any) -> Future[SampleResponse]:
         try:

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.calls import LossCall, Objective
-from rlloop.training.checkpoints import check_holds, check_same, checked_name
+from rlloop.training.checkpoints import Overwrite, check_holds, check_same, checked_name
 from rlloop.training.custom_loss import CustomLoss
 from rlloop.training.lanes import Action, ModelLane
 from rlloop.training.sampling import Sampler
@@ -192,7 +192,7 @@ class TrainingService(SamplingService):
         model_id: str,
         name: str,
         *,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] | None = None,
         seq_id: int | None = None,
@@ -242,7 +242,7 @@ class TrainingService(SamplingService):
         name: str | None = None,
         *,
         sampler: str | None = None,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] | None = None,
         seq_id: int | None = None,

@@ -70,11 +70,13 @@ class Api:
         loss_fn: str = "cross_entropy",
         weights: float = 1.0,
         names: list[str] | None = None,
+        prompt: int = 1,
         **headers: str,
     ) -> httpx.Response:
-        """Datums of these tokens, each of which predicts the next. `names`: sampled sequences whose tokens the last
-        targets are."""
-        body = datums(self.model_id, self.next() if seq_id is None else seq_id, tokens, loss_fn, weights, names)
+        """Datums of these tokens, each of which predicts the next. `names`: sampled sequences, of whose prompt the
+        first `prompt` tokens are, and which the others are."""
+        number = self.next() if seq_id is None else seq_id
+        body = datums(self.model_id, number, tokens, loss_fn, weights, names, prompt)
         return self.http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
 
     def forward_backward(self, tokens: list[list[int]], **options: Any) -> Any:
@@ -92,6 +94,15 @@ class Api:
     def optim_step(self, learning_rate: float = 0.01) -> dict[str, Any]:
         return self.command("optim_step", adam_params={"learning_rate": learning_rate})
 
+    def saved(self, name: str, seconds: float = 60.0) -> str:
+        """Save the weights, again while the server has no room for them; returns the checkpoint's name."""
+        deadline = time.monotonic() + seconds
+        while "error" in (done := self.command("save_weights", path=name)):
+            assert done["category"] == "server", done
+            assert time.monotonic() < deadline, done
+            time.sleep(0.1)
+        return done["path"].rpartition("/")[2]
+
     def sampler(self, number: int) -> str:
         """A sampling session of the weights of this moment."""
         return self.command("save_weights_for_sampler", sampling_session_seq_id=number)["sampling_session_id"]
@@ -107,7 +118,8 @@ class Api:
 
 
 class Patient(Api):
-    """Sends a request again until it is answered, as Tinker's client does."""
+    """Sends a request again until it is answered. Tinker's client also repeats 500 and the like, for five minutes; this
+    one fails, since an answer 500 is a defect of the server."""
 
     answered = 0
     patience = 60.0  # seconds
@@ -127,24 +139,29 @@ class Patient(Api):
                 if answer.status_code not in (429, 503):
                     self.answered += 1
                     return answer
-            except httpx.TransportError:
-                assert time.monotonic() < deadline
+                problem = f"{answer.status_code} {answer.text}"
+            except httpx.TransportError as error:
+                problem = repr(error)
+            assert time.monotonic() < deadline, problem
             time.sleep(0.02)
 
 
 def trained_session(url: str, key: str, steps: int = 4) -> Iterator[Any]:
-    """Results of a session that samples by seeds and trains on its samples: the same in every run."""
+    """Results of a session that samples by seeds, trains on its samples, whose names it gives, and saves its weights:
+    the same in every run."""
     api = Patient(url, key)
     api.http.timeout, api.patience = httpx.Timeout(3.0), 120.0
     api.start("model", rank=4)
     for step in range(steps):
-        tokens = api.sample(api.sampler(step), 0, [5, 9, 14, step], n=2, max_tokens=4, seed=step)
+        asked = api.sample_(api.sampler(step), 0, [5, 9, 14, step], n=2, max_tokens=4, seed=step)
+        tokens = sampled(api.result(asked["request_id"]))
         yield {"step": step, "sampled": tokens}
-        for ids in tokens:
-            made = api.forward_backward([[5, 9, 14, step, *ids]])
+        for ids, name in zip(tokens, asked["sample_sequence_ids"], strict=True):
+            made = api.forward_backward([[5, 9, 14, step, *ids]], names=[name], prompt=4)
             content = made if isinstance(made, dict) else made.SerializeToString(deterministic=True).hex()
             yield {"step": step, "trained": ids, "result": hashlib.sha256(str(content).encode()).hexdigest()}
         yield {"step": step, "updated": api.optim_step()}
+        yield {"step": step, "saved": api.saved(f"step-{step}")}
     last = api.forward_backward([[5, 9, 14, 3, 7, 8]])
     yield {"last": last if isinstance(last, dict) else last.SerializeToString(deterministic=True).hex()}
 
@@ -156,6 +173,7 @@ def datums(
     loss_fn: str = "cross_entropy",
     weights: float = 1.0,
     names: list[str] | None = None,
+    prompt: int = 1,
 ) -> bytes:
     request = message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn)
     for index, ids in enumerate(tokens):
@@ -164,10 +182,12 @@ def datums(
         _set(datum.loss_fn_inputs["target_tokens"], np.array(ids[1:], "<i8"), 2)
         _set(datum.loss_fn_inputs["weights"], np.full(len(ids) - 1, weights, "<f4"), 1)
         if names is not None:
-            run = datum.loss_fn_input_spans.add().sampled_tokens
-            run.sequence_id, run.length = names[index], len(ids) - 1
-            whole = datum.model_input_spans.add().prompt_tokens
-            whole.sequence_id, whole.length = names[index], len(ids) - 1
+            for spans, offset in ((datum.model_input_spans, 0), (datum.loss_fn_input_spans, 1)):
+                sampled = len(ids) - prompt - 1 + offset
+                for kind, start, length in (("prompt", offset, prompt - offset), ("sampled", 0, sampled)):
+                    if length:
+                        run = getattr(spans.add(), f"{kind}_tokens")
+                        run.sequence_id, run.offset, run.length = names[index], start, length
     return request.SerializeToString(deterministic=True)
 
 

@@ -137,8 +137,12 @@ class FakeTraining:
     def _read(self, path):
         return json.loads((self._file(path) / "weights").read_text())["weights"]
 
-    def _save(self, model_id, kind, name, ttl_seconds=None):
+    def _save(self, model_id, kind, name, overwrite, ttl_seconds=None):
         path = f"tinker://{model_id}/{kind}/{name}"
+        if overwrite is not True and self._file(path).is_dir():
+            if overwrite != "equal" or self._read(path) != self.weights[model_id]:
+                raise ConfigError(f"there is a checkpoint {path} already")
+            return path
         self._file(path).mkdir(parents=True, exist_ok=True)
         expires = None if ttl_seconds is None else time.time() + ttl_seconds
         facts = {"weights": self.weights[model_id], "path": path, "time": time.time(), "expires": expires}
@@ -146,7 +150,9 @@ class FakeTraining:
         return path
 
     def save_weights(self, model_id, name, *, overwrite=False, ttl_seconds=None, user_metadata=None):
-        return self._do(lambda: SaveWeightsResponse(self._save(model_id, "weights", name, ttl_seconds)), "save", name)
+        return self._do(
+            lambda: SaveWeightsResponse(self._save(model_id, "weights", name, overwrite, ttl_seconds)), "save", name
+        )
 
     def load_weights(self, model_id, path, *, optimizer):
         def work():
@@ -156,11 +162,13 @@ class FakeTraining:
 
         return self._do(work, "load", path)
 
-    def save_weights_for_sampler(self, model_id, name=None, *, sampler=None, ttl_seconds=None, user_metadata=None):
+    def save_weights_for_sampler(
+        self, model_id, name=None, *, sampler=None, overwrite=False, ttl_seconds=None, user_metadata=None
+    ):
         def work():
             if sampler is not None:
                 self.samplers[sampler] = self.weights[model_id]
-            path = None if name is None else self._save(model_id, "sampler_weights", name, ttl_seconds)
+            path = None if name is None else self._save(model_id, "sampler_weights", name, overwrite, ttl_seconds)
             return SaveWeightsForSamplerResponse(sampler or "x", path)
 
         return self._do(work, "sampler", model_id)

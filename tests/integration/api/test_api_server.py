@@ -4,40 +4,21 @@ import re
 import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import zstandard
 
-from rlloop.api.core import Settings
 from rlloop.api.keys import Client, Keys, Quota
-from rlloop.api.server import ApiServer
+from rlloop.api.log import Command, CommandLog, Committer, read_segment
 from rlloop.errors import ConfigError
-from rlloop.web.server import BackgroundServer, Listen
+from rlloop.web.server import Listen
 from tests.support.api_client import PROTOBUF, Api, datums, output, sampled
-from tests.support.fake_training import FakeTraining
+from tests.support.api_serving import serving
 from tests.support.waiting import until
 
 KEYS = Keys({"tml-alice-0123456789": Client("alice"), "tml-bob-01234567890": Client("bob", operator=True)})
-
-
-@contextmanager
-def serving(folder, keys=None, fake=None, **settings):
-    """A server on a fake service; yields both."""
-    (folder / "checkpoints").mkdir(exist_ok=True, parents=True)
-    fake = fake or FakeTraining(folder / "checkpoints")
-    chosen = Settings(folder=folder, model_name="fake", model_folder=folder, poll_seconds=0.2)
-    server = ApiServer(fake, replace(chosen, **settings), keys or Keys({}, open=True))
-    background = BackgroundServer(server.app, Listen())
-    server.url = background.url
-    try:
-        yield server, fake
-    finally:
-        background.close()
-        fake.close()
 
 
 @pytest.fixture(scope="module")
@@ -479,6 +460,7 @@ def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_pat
         sampler = api.sampler(1)  # the state is made after it
         uncollected = api.forward_backward_([[5, 5, 5]]).json()["request_id"]
         trained(api, 2)
+        sent = f"{api.model_id}:{api.seq_id}"  # the answer may be lost on its way
         last_sampler = api.sampler(2)
         trained(api, 1)
         weights = dict(fake.weights)
@@ -489,6 +471,7 @@ def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_pat
         again = Api(server.url)
         again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
         assert output(again.result(uncollected)).metrics["loss:sum"] == 1.0
+        assert "metrics" in again.result(sent)
         trained(again, 0)
         assert again.sample(last_sampler, 0, [1, 2]) != []
         again.optim_step()
@@ -555,6 +538,28 @@ def test_failures_and_saves_are_not_done_again(tmp_path):
         assert again.result(saved)["path"] == path
         assert sum(call[0] == "save" for call in fake.calls) == 0
         trained(again, 1)
+
+
+def test_a_save_whose_record_was_lost_in_a_crash_is_no_error_and_another_of_its_name_is(tmp_path):
+    with serving(tmp_path) as (server, _):
+        api = Api(server.url).start()
+        trained(api, 1)
+        saves = [api.command_("save_weights", path="a"), api.command_("save_weights_for_sampler", path="a")]
+        paths = [api.result(saved)["path"] for saved in saves]
+        (log,) = [model.log for session in server.sessions for model in session.models.values()]
+        assert "already" in api.command("save_weights", path="a")["error"]
+    kept = [record for record in read_segment(log.folder / "000000.log").records if isinstance(record, Command)]
+    (log.folder / "000000.log").unlink()
+    committer = Committer()
+    again = CommandLog(log.folder, committer)
+    for record in kept[:-1]:  # no result
+        again.append(record).result(10)
+    committer.close()
+    with serving(tmp_path) as (server, _):
+        client = Api(server.url)
+        assert [client.result(saved)["path"] for saved in saves] == paths
+        client.model_id, client.seq_id = api.model_id, api.seq_id - 1
+        assert "already" in client.command("save_weights", path="a")["error"]
 
 
 def test_a_call_whose_tokens_were_compared_is_replayed_without_the_sequences(tmp_path):

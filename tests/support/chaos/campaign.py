@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import resource
@@ -127,17 +128,24 @@ def read_results(file: Path) -> list[dict[str, Any]]:
 
 
 def note(file: Path, record: Mapping[str, Any]) -> None:
-    """Put a seed's result into the file, in place of an earlier one of it."""
-    others = [each for each in read_results(file) if each["seed"] != record["seed"]]
-    lines = [json.dumps(each) for each in sorted([*others, record], key=lambda each: each["seed"])]
-    write_whole(file, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
+    """Put a seed's result into the file, in place of an earlier one of it. Campaigns side by side may share a file."""
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        others = [each for each in read_results(file) if each["seed"] != record["seed"]]
+        lines = [json.dumps(each) for each in sorted([*others, record], key=lambda each: each["seed"])]
+        write_whole(file, ("[\n" + ",\n".join(lines) + "\n]\n").encode())
+    finally:
+        os.close(folder)
 
 
 def commit() -> str:
-    done = subprocess.run(
+    """Of this code; with a + where it was changed since."""
+    told = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return done.stdout.strip()
+    same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "rlloop", "tests"], cwd=ROOT, check=False)
+    return told.stdout.strip() + ("" if same.returncode == 0 else "+")
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -201,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _all(campaign: Campaign, given: argparse.Namespace) -> int:
     known = set[int]() if given.again else {each["seed"] for each in read_results(given.results)}
-    failed = []
+    failed, of = [], commit()  # what the processes have read, whatever is committed later
     for seed in range(given.first, given.first + given.seeds):
         if seed in known:
             continue
@@ -209,7 +217,7 @@ def _all(campaign: Campaign, given: argparse.Namespace) -> int:
         print(f"seed {seed}: {'; '.join(map(str, faults))}", flush=True)
         outcome = campaign.run(faults)
         record = {
-            "seed": seed, "commit": commit(), "date": datetime.now(UTC).date().isoformat(),
+            "seed": seed, "commit": of, "date": datetime.now(UTC).date().isoformat(),
             "seconds": round(outcome.seconds, 1), "cpu_seconds": round(outcome.cpu, 1), "cores": os.cpu_count(),
             "schedule": msgspec.to_builtins(faults), "events": dict(outcome.events), "problems": outcome.problems,
         }  # fmt: skip

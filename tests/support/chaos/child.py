@@ -49,12 +49,15 @@ def main() -> int:
     from rlloop.sync.live import LiveTarget
 
     control = Control(Path(os.environ[VARIABLE]))
-    clock, fsync = time.time, os.fsync
+    clock, forced = time.time, (os.fsync, os.fdatasync)
 
-    def slow_fsync(descriptor: int) -> None:
-        control.count_down("writes")
-        time.sleep(control["slow"])
-        fsync(descriptor)
+    def disturbed(force):
+        def write(descriptor: int) -> None:
+            control.count_down("writes")
+            time.sleep(control["slow"])
+            force(descriptor)
+
+        return write
 
     def dying(write):
         def written(*arguments):
@@ -64,10 +67,10 @@ def main() -> int:
         return written
 
     def undone() -> None:
-        time.time, os.fsync = clock, fsync
+        time.time, (os.fsync, os.fdatasync) = clock, forced
 
     time.time = lambda: clock() + control["clock"]
-    os.fsync = slow_fsync
+    os.fsync, os.fdatasync = map(disturbed, forced)
     os.register_at_fork(after_in_child=undone)  # the process of its training service
     for name in ("write", "patch"):  # of one tensor of a version
         if hasattr(LiveTarget, name):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rlloop.sync.manifest import new_key
 from tests.support.api_client import trained_session
+from tests.support.api_process import children, processor_seconds
 from tests.support.chaos import child
 from tests.support.chaos.liars import lie
 from tests.support.chaos.proxy import Network
@@ -151,9 +152,9 @@ class World:
 
     def _count_cpu(self) -> None:
         for process in self._running.values():
-            with contextlib.suppress(OSError):
-                ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-                self._used[process.pid] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+            for pid in (process.pid, *_children(process.pid)):
+                with contextlib.suppress(OSError):
+                    self._used[pid] = processor_seconds(pid)
 
     @property
     def cpu(self) -> float:
@@ -162,8 +163,11 @@ class World:
 
     def _limit(self, name: str, most: int) -> None:
         if name in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(self._running[name].pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            pid = self._running[name].pid
+            for each in (lambda: [pid], lambda: _children(pid)):  # one that is started meanwhile has its parent's limit
+                for found in each():
+                    with contextlib.suppress(ProcessLookupError):
+                        resource.prlimit(found, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
     def _hold(self, name: str) -> Callable[[], None]:
         """Keeps a process from being started until the returned function is called."""
@@ -264,6 +268,8 @@ class World:
             now = time.monotonic()
             if now > deadline:
                 return f"not over after {seconds:g} s: the run has {self.records()} records, {client.state}"
+            if client.problem is not None:
+                return f"{client.state}, and gave up: {client.problem}"
             for step in range(self.records() + 1):
                 due.setdefault(step, now)
             while waiting and waiting[0].step in due and now >= due[waiting[0].step] + waiting[0].later:
@@ -298,17 +304,30 @@ class Client:
 
     def __init__(self, url: str, record: Path) -> None:
         self.state = "the client has not begun"
+        self.problem: str | None = None
         self.done = False
         self._thread = threading.Thread(target=self._work, args=(url, record), daemon=True)
         self._thread.start()
 
     def _work(self, url: str, record: Path) -> None:
-        with record.open("w") as file:
-            for number, result in enumerate(trained_session(url, API_KEY)):
-                file.write(json.dumps(result) + "\n")
-                file.flush()
-                self.state = f"the client has {number + 1} results"
-        self.done = True
+        try:
+            with record.open("w") as file:
+                for number, result in enumerate(trained_session(url, API_KEY)):
+                    file.write(json.dumps(result) + "\n")
+                    file.flush()
+                    self.state = f"the client has {number + 1} results"
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+        else:
+            self.done = True
+
+
+def _children(pid: int) -> list[int]:
+    """Of a process that may have ended."""
+    try:
+        return children(pid)
+    except OSError:
+        return []
 
 
 def once(work: Callable[[], object]) -> Callable[[], object]:

@@ -97,12 +97,15 @@ def test_rotation_keeps_what_is_still_needed(tmp_path, committer):
     log = CommandLog(tmp_path, committer)
     appended(log, command(0), command(1), command(3), command(2))
     (log.new_state(3) / "weights").write_bytes(b"w")
-    waiting = log.append(command(4))
+    appended(log, Result(1, b"old"), Result(3, b"failed", failed=True), Weights(3, b"digest"))  # while it is written
+    waiting = [log.append(record) for record in (command(4), Checked(4, {"n": 1.0}))]
     log.rotate(3, [Result(2, b"uncollected")]).result(10)
-    waiting.result(10)
+    for each in waiting:
+        each.result(10)
     appended(log, command(5))
     again = CommandLog(tmp_path, committer).replay
-    assert (again.first, again.results) == (3, {2: Result(2, b"uncollected")})
+    assert (again.first, again.results) == (3, {2: Result(2, b"uncollected"), 3: Result(3, b"failed", failed=True)})
+    assert (again.checked, again.digests) == ({4: {"n": 1.0}}, {3: b"digest"})
     assert [each.seq_id for each in again.commands] == [3, 4, 5]
     assert again.state is not None
     assert (again.state / "weights").read_bytes() == b"w"
@@ -144,6 +147,34 @@ def test_a_full_disk_fails_the_command_and_takes_the_frame_back(tmp_path, commit
     monkeypatch.undo()
     appended(log, command(2))
     assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [0, 2]
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_old_one_in_use(tmp_path, committer, monkeypatch):
+    log = CommandLog(tmp_path, committer)
+    appended(log, *(command(number) for number in range(4)))
+    monkeypatch.setattr("rlloop.api.log.os.fsync", fails)
+    log.new_state(4)
+    for begun in (lambda: log.rotate(4, []), lambda: log.shrink(lambda records: records[2:])):
+        with pytest.raises(OSError, match="No space"):
+            begun().result(10)
+    monkeypatch.undo()
+    appended(log, command(4))
+    assert len(CommandLog(tmp_path, committer).replay.commands) == 5
+    log.shrink(lambda records: records[3:]).result(10)  # once there is room
+    assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [3, 4]
+
+
+def fails(_):
+    raise OSError(28, "No space left on device")
+
+
+def test_nobody_who_gives_up_waiting_stops_the_thread(tmp_path, committer):
+    log, gate = CommandLog(tmp_path, committer), threading.Event()
+    committer.between(gate.wait)
+    assert not log.append(command(0)).cancel()
+    gate.set()
+    appended(log, command(1))
+    assert len(CommandLog(tmp_path, committer).replay.commands) == 2
 
 
 def test_what_waits_together_shares_a_sync(tmp_path, committer):

@@ -1,0 +1,55 @@
+"""Checkpoints on disk: whole or absent, also on a full disk and after a crash."""
+
+import pytest
+
+from rlloop.errors import ConfigError
+from rlloop.training.checkpoints import CheckpointFolder
+
+PATH = "tinker://model/weights/a"
+
+
+def content(text):
+    def write(folder):
+        (folder / "weights").write_text(text)
+
+    return write
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def left(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("where", ["weights", "facts"])
+def test_one_that_cannot_be_replaced_stays(tmp_path, monkeypatch, where):
+    folder = CheckpointFolder(tmp_path)
+    folder.write(PATH, None, content("old"), None, {"note": "old"})
+    if where == "facts":
+        monkeypatch.setattr("pathlib.Path.write_text", lambda self, _: full())
+    write = full if where == "weights" else lambda folder: (folder / "weights").write_bytes(b"new")
+    with pytest.raises(OSError, match="No space"):
+        folder.write(PATH, None, write, None, None)
+    monkeypatch.undo()
+    checkpoint, files = folder.get(PATH)
+    assert (checkpoint.user_metadata, (files / "weights").read_text()) == ({"note": "old"}, "old")
+    assert left(tmp_path) == ["model/weights/a.json", "model/weights/a/weights"]
+
+
+def test_what_a_crash_left_is_removed(tmp_path):
+    (tmp_path / "model" / ".writing-weights-a").mkdir(parents=True)
+    (tmp_path / "model" / ".writing-weights-a~").write_text("{")
+    CheckpointFolder(tmp_path)
+    assert left(tmp_path) == []
+
+
+def test_one_of_the_same_bytes_stays_where_only_that_is_allowed(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    folder.write(PATH, None, content("x"), None, {"note": "first"}, only_equal=True)
+    folder.write(PATH, None, content("x"), None, {"note": "second"}, only_equal=True)
+    assert folder.get(PATH)[0].user_metadata == {"note": "first"}
+    with pytest.raises(ConfigError, match="already"):
+        folder.write(PATH, None, content("y"), None, None, only_equal=True)
+    assert left(tmp_path) == ["model/weights/a.json", "model/weights/a/weights"]
