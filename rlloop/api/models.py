@@ -54,7 +54,7 @@ class Trained:
         self.updates = 0
         self.checked = self.different = 0  # tokens compared with what was sampled
         self.created = self.last_request = time.time()
-        self.failed: str | None = None  # why it could not be created
+        self.failed: str | None = None  # why it could not be created, or made again
         self._sampler_made = sampler_made
         self._next = 0  # number of the command that is handed to the service next
         self._arrived: dict[int, _Arrival] = {}
@@ -62,6 +62,7 @@ class Trained:
         self._results: dict[int, Result] = {}  # of commands that a replay must not execute again
         self._compared: dict[int, dict[str, float]] = {}  # commands that succeeded, by the log
         self._replayed = set[int]()  # commands of before a restart
+        self._digests: dict[int, bytes] = {}  # of the weights that they left
         self._wake = asyncio.Event()
         self._gradient = False  # a gradient waits for an update
         self._updates_since = 0  # the last state
@@ -124,7 +125,7 @@ class Trained:
             assert replay.state is not None
             self._restore(msgspec.json.decode((replay.state / "state.json").read_bytes(), type=State))
             self._next = replay.first
-        self._results, self._compared = replay.results, replay.checked
+        self._results, self._compared, self._digests = replay.results, replay.checked, replay.digests
         commands = replay.commands
         self._replayed = {command.seq_id for command in commands}
         for seq_id in {*self._results} - {command.seq_id for command in commands}:  # before the state
@@ -168,7 +169,7 @@ class Trained:
     def _created(self, error: BaseException | None) -> None:
         if error is not None:
             self.failed = str(error)
-            log.error("model %s could not be made: %s", self.model_id, error)
+            log.error("model %s cannot be used: %s", self.model_id, error)
 
     # ------------------------------------------------------------------------------------------------ execution
 
@@ -186,7 +187,7 @@ class Trained:
                 if command.kind not in ("forward_backward", "optim_step"):
                     continue  # a failed call is repeated for its effect on the gradient
             if self.failed is not None:
-                self._settle(command, future, failed(f"{self.model_id} was not made: {self.failed}", "user"), None)
+                self._settle(command, future, failed(f"{self.model_id} cannot be used: {self.failed}", "user"), None)
                 continue
             small = len(command.body) < SMALL  # a thread would cost more than the work
             if small:
@@ -194,6 +195,8 @@ class Trained:
             else:
                 call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
             self._account(command)
+            if (digest := self._digests.pop(command.seq_id, None)) is not None:
+                await self._compare(command.seq_id, digest)
             if isinstance(call, Outcome):
                 self._settle(command, future, call, None)
             else:
@@ -255,7 +258,7 @@ class Trained:
     def _account(self, command: Command) -> None:
         """After a command was handed to the service: begin a state of the log when it is time for one."""
         kind = command.kind
-        if kind == "optim_step":
+        if kind == "optim_step" and command.seq_id not in self._digests:
             self._record_digest(command.seq_id)
         if kind == "forward_backward":
             self._gradient = True
@@ -292,6 +295,13 @@ class Trained:
         """After one that failed, on a full disk for example, the next update tries again."""
         if not state.cancelled() and state.exception() is not None:
             self._updates_since = max(self._updates_since, self.core.settings.state_every)
+
+    async def _compare(self, seq_id: int, before: bytes) -> None:
+        """Refuse what follows if an update of before the restart leaves other weights now."""
+        with suppress(RlloopError):  # the model is gone
+            now = await asyncio.wrap_future(self.core.service.weights_digest(self.model_id, adapters_only=True))
+            if now and now != before:
+                self._created(RlloopError(f"update {seq_id} of its log gave other weights before the restart"))
 
     def _record_digest(self, seq_id: int) -> None:
         """Have the log say which weights an update leaves."""

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from rlloop.api.keys import Client, Keys, Quota
-from rlloop.api.log import Command, CommandLog, Committer, read_segment
+from rlloop.api.log import Command, CommandLog, Committer, Weights, read_segment
 from rlloop.errors import ConfigError
 from rlloop.web.server import Listen
 from tests.support.api_client import PROTOBUF, Api, datums, output, sampled
@@ -333,7 +333,7 @@ def test_a_model_that_could_not_be_made_fails_what_follows(api):
     made = api.ok("create_model", session_id=session, model_seq_id=0, base_model="fake", lora_config={"rank": 999})
     assert "at most 64" in api.result(made["request_id"])["error"]
     api.model_id = f"{session}:train:0"
-    assert "was not made" in api.optim_step()["error"]
+    assert "cannot be used" in api.optim_step()["error"]
 
 
 # ------------------------------------------------------------------------------------------------ keys and limits
@@ -450,6 +450,24 @@ def test_a_restarted_server_goes_on_with_the_same_weights(tmp_path):
         assert sum(call[0] == "sample" for call in fake.calls) == 1  # what had its answer was not made again
         assert fake.sequences[f"{sampler}:0:0"] == before[0]
         trained(again, 1)
+
+
+def test_a_restart_that_makes_other_weights_refuses_what_follows(tmp_path):
+    with serving(tmp_path) as (server, _):
+        api = Api(server.url).start()
+        trained(api, 2)
+        (log,) = [model.log for session in server.sessions for model in session.models.values()]
+    (segment,) = log.folder.glob("*.log")
+    update = min(read_segment(segment).digests)
+    committer = Committer()
+    CommandLog(log.folder, committer).append(Weights(update, b"others")).result(10)
+    committer.close()
+    with serving(tmp_path) as (server, fake):
+        again = Api(server.url)
+        again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
+        failed = again.result(again.forward_backward_([[9, 9, 9]]).json()["request_id"])
+        assert f"update {update} of its log gave other weights before the restart" in failed["error"]
+        assert sum(call[0] == "optim_step" for call in fake.calls) == 1  # no update after that one
 
 
 def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_path):
