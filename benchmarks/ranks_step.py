@@ -11,7 +11,7 @@ requests of 128 tokens in and 256 out for each GPU, with logprobs. `--layers`: a
   their own, which stay on the GPUs together. vLLM is not even sent the new weights, which helps, and its requests have
   no seeds, which is its faster way.
 
-Both learn from the same number of tokens, in micro-batches of at most 16,384. Medians of three steps, after two.
+Both learn from the same number of tokens, in micro-batches of at most 16,384. Medians of five steps, after four.
 `--tiny` runs toys on CPUs without the peer, which shows that the script works and measures nothing.
 """
 
@@ -34,7 +34,7 @@ from ranks_train import Setting, our_model, peer_model
 from results_schema import Figure, report, table
 
 REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
-BUDGET, WARM, STEPS, LR = 16384, 2, 3, 1e-6
+BUDGET, WARM, STEPS, LR = 16384, 4, 5, 1e-6
 VLLM_CACHE_BYTES = 10 << 30  # of keys and values on each GPU: all requests at once, with room to spare
 Step = Callable[[int], tuple[int, int]]  # returns how many logprobs the trainer made, and how many differ
 
