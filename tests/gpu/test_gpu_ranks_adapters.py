@@ -10,16 +10,11 @@ import torch
 from rlloop.models import new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS
 from tests.support.rank_adapters import by_request
 from tests.support.ranks import run_ranks
 
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
+SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "experts": TEN_EXPERTS}
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}],
     4: [{"tp": 4}, {"tp": 4, "ep": 4}, {"pp": 2, "tp": 2}],
@@ -31,7 +26,7 @@ def sampled(kind: str, layouts: list[dict[str, int]]) -> list[dict[str, bytes]]:
     device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else 0)
     found = []
     for layout in layouts:
-        shapes = {"experts": EXPERTS} if "ep" in layout else SHAPES
+        shapes = {"experts": TEN_EXPERTS} if "ep" in layout else SHAPES
         context = join(device, Layout(**layout))
         models = {
             name: new_model({**CONFIG, **shape}, seed=0, dtype="bfloat16", context=context)

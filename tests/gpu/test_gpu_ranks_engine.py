@@ -14,19 +14,14 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.models.peer_gathers import peers_of
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bits, traffic
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {  # name -> what is other than in `CONFIG`
     "shared key-value heads": {},  # 2 of them: at 4 ranks each lies on two
-    "experts": EXPERTS,
+    "experts": TEN_EXPERTS,
     "whole vectors": {**WIDE, "tie_word_embeddings": False},  # parts that GPUs write to one another
 }
 TYPES = ("bfloat16", "float32")

@@ -12,16 +12,11 @@ from rlloop import Engine
 from rlloop.models import new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS
 from tests.support.rank_updates import CASES, digests_of, go, ranked, save
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bits, traffic
 
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}  # fmt: skip
 SAMPLED: dict[int, list[dict[str, int]]] = {
     2: [{"pp": 2}, {"tp": 2, "ep": 2}],
     4: [{"tp": 4, "ep": 4}, {"pp": 2, "tp": 2}, {"tp": 4, "ep": 2}],
@@ -39,7 +34,7 @@ def sampled(layouts: list[dict[str, int]]) -> list[Any]:
     found, device = [], torch.device("cuda", torch.cuda.current_device())
     for layout in layouts:
         context = join(device, Layout(**layout))
-        engine = Engine(new_model({**CONFIG, **EXPERTS}, seed=0, dtype="bfloat16", context=context))
+        engine = Engine(new_model({**CONFIG, **TEN_EXPERTS}, seed=0, dtype="bfloat16", context=context))
         found.append([bits(each) for each in engine.generate(*traffic(48))])
     return found
 

@@ -22,6 +22,11 @@ CONFIG = {
     "initializer_range": 0.08,
     "eos_token_id": 2,
 }
+TEN_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def dense_model(dtype: str, **changes):
