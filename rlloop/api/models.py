@@ -373,9 +373,8 @@ class Trained:
             self.core.futures.resolve(future, failed("the session has ended", "user"))
         self._ready.clear()
         dropped = None
-        if self.failed is None:
-            with suppress(ConfigError):
-                dropped = self.core.service.drop_model(self.model_id)
+        with suppress(ConfigError):  # it was not made
+            dropped = self.core.service.drop_model(self.model_id)
         self.core.task(self._close_log(dropped))
 
     async def _close_log(self, dropped: Saving[None] | None) -> None:

@@ -468,6 +468,8 @@ def test_a_restart_that_makes_other_weights_refuses_what_follows(tmp_path):
         failed = again.result(again.forward_backward_([[9, 9, 9]]).json()["request_id"])
         assert f"update {update} of its log gave other weights before the restart" in failed["error"]
         assert sum(call[0] == "optim_step" for call in fake.calls) == 1  # no update after that one
+        again.post(f"sessions/{api.session}/finish", reason={"type": "success"}, detail=None)
+        until(lambda: api.model_id not in fake.weights)
 
 
 def test_a_state_shortens_the_replay_and_keeps_what_nobody_has_collected(tmp_path):
