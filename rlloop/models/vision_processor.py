@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ class ImageProcessor:
         if len(distinct) < 2:
             made = map(digested, distinct.values())
         else:
-            with ThreadPoolExecutor(min(len(distinct), _processors())) as threads:
+            with ThreadPoolExecutor() as threads:
                 made = threads.map(digested, distinct.values())
         images = dict(zip(distinct, made, strict=True))
         return [images[id(picture)] for picture in pictures]
@@ -171,11 +170,6 @@ class ImageProcessor:
             positions += range(len(ids), len(ids) + features)
             ids += [token] * features
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _opened(content: bytes) -> Any:

@@ -252,34 +252,30 @@ class Writes:
         return not any(int(each) for each in wrong)
 
 
-class PatchedDigests:
-    """Digests of tensors with their patches applied. Copies and hashes a few tensors at a time, as they come."""
+class Digests:
+    """Digests of tensors, which are hashed several at a time, as they come."""
 
     def __init__(self) -> None:
-        self._digest_of, self._news, self._size = dict[str, bytes](), dict[str, Tensor](), 0
+        self._digest_of, self._waiting, self._size = dict[str, bytes](), dict[str, Tensor](), 0
 
-    def add(self, name: str, old: DeviceBits, patch: Patch) -> None:
-        self._news[name], self._size = patched(old, patch).tensor, self._size + old.nbytes
+    def add(self, name: str, bits: DeviceBits) -> None:
+        self._waiting[name], self._size = bits.tensor, self._size + bits.nbytes
         if self._size > HASHED:
             self.all()
 
     def all(self) -> dict[str, bytes]:
         """By name."""
-        self._digest_of |= zip(self._news, blake3.digests(list(self._news.values())), strict=True)
-        self._news, self._size = {}, 0
+        self._digest_of |= zip(self._waiting, blake3.digests(list(self._waiting.values())), strict=True)
+        self._waiting, self._size = {}, 0
         return self._digest_of
 
 
 def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:
-    """Digest of each tensor, by name; several tensors are hashed in one batch."""
-    digest_of, names, size = dict[str, bytes](), list[str](), 0
+    """Digest of each tensor, by name."""
+    hashing = Digests()
     for name, bits in tensors.items():
-        names.append(name)
-        size += bits.nbytes
-        if size > HASHED:
-            digest_of |= zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True)
-            names, size = [], 0
-    return digest_of | dict(zip(names, blake3.digests([tensors[each].tensor for each in names]), strict=True))
+        hashing.add(name, bits)
+    return hashing.all()
 
 
 def _to_host(*tensors: Tensor) -> Callable[[], list[np.ndarray]]:

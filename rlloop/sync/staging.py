@@ -105,11 +105,10 @@ def hashed(named: Iterable[tuple[str, Staged]], live: Callable[[str], Any]) -> I
         if new.digest is not None or not isinstance(new.change, Patch):
             yield name, new
             continue
-        if hashing is None:
-            from rlloop.sync import device
+        from rlloop.sync import device  # Triton's
 
-            hashing = device.PatchedDigests()
-        hashing.add(name, live(name), new.change)
+        hashing = hashing or device.Digests()
+        hashing.add(name, device.patched(live(name), new.change))
         rest[name] = new.change
     if hashing is not None:
         yield from ((name, Staged(rest[name], digest)) for name, digest in hashing.all().items())

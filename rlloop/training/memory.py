@@ -167,7 +167,7 @@ def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens
 
 
 def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """What attention makes in every layer that has it: its output, and a float32 number for each head."""
+    """Bytes of attention's outputs, and of its log-sum-exps in float32, in all layers that have attention."""
     width = config.head_dim if config.latent is None else config.latent.kv_rank
     of_head = width * dtype.itemsize + torch.float32.itemsize
     layers = -(-len(config.attention_layers) // layout.pp) * min(layout.pp, MICRO_BATCHES)

@@ -10,7 +10,7 @@ import torch
 from rlloop.models import new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG, TEN_EXPERTS
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS, need_gpus
 from tests.support.rank_adapters import by_request
 from tests.support.ranks import run_ranks
 
@@ -40,8 +40,7 @@ def sampled(kind: str, layouts: list[dict[str, int]]) -> list[dict[str, bytes]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_requests_with_several_adapters_get_the_bits_of_one_gpu(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")
+    need_gpus(size)
     (wanted,) = sampled("cuda", [{}])
     for found in run_ranks(size, sampled, "cuda", LAYOUTS[size], kind="cuda"):
         for layout, parts in zip(LAYOUTS[size], found, strict=True):

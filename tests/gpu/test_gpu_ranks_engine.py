@@ -14,7 +14,7 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.models.peer_gathers import peers_of
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG, TEN_EXPERTS
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS, need_gpus
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bits, traffic
 
@@ -118,8 +118,7 @@ def apart(gpus: int) -> list[str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("gpus", SIZES)
 def test_a_ranks_requests_never_change_anothers_bits(gpus: int) -> None:
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs of {gpus}")
+    need_gpus(gpus)
     for rank, wrong in enumerate(run_ranks(gpus, apart, gpus, kind="cuda")):
         assert not wrong, f"rank {rank}: {wrong}"
 
@@ -127,8 +126,7 @@ def test_a_ranks_requests_never_change_anothers_bits(gpus: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("gpus", SIZES)
 def test_any_number_of_gpus_has_the_bits_of_one(gpus: int) -> None:
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"{torch.cuda.device_count()} GPUs of {gpus}")
+    need_gpus(gpus)
     sizes = tuple(size for size in SIZES if size <= gpus)
     for rank, wrong in enumerate(run_ranks(gpus, of_a_rank, sizes, kind="cuda")):
         assert not wrong, f"rank {rank}: {wrong}"

@@ -12,7 +12,7 @@ from rlloop import Engine
 from rlloop.models import new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from tests.support.gpu_models import CONFIG, TEN_EXPERTS
+from tests.support.gpu_models import CONFIG, TEN_EXPERTS, need_gpus
 from tests.support.rank_updates import CASES, digests_of, go, ranked, save
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bits, traffic
@@ -51,7 +51,7 @@ def trained(folder: Path, cases: dict[str, list[dict[str, int]]]) -> list[Any]:
 
 @pytest.mark.parametrize("size", SAMPLED)
 def test_engines_over_gpus_draw_the_tokens_of_one(size: int) -> None:
-    need(size)
+    need_gpus(size)
     (wanted,) = sampled([{}])
     for found in run_ranks(size, sampled, SAMPLED[size], kind="cuda"):
         assert found == [wanted] * len(SAMPLED[size])
@@ -59,13 +59,8 @@ def test_engines_over_gpus_draw_the_tokens_of_one(size: int) -> None:
 
 @pytest.mark.parametrize("size", TRAINED)
 def test_updates_over_gpus_have_the_bytes_of_one(tmp_path: Path, size: int) -> None:
-    need(size)
+    need_gpus(size)
     alone = trained(tmp_path, {case: [{}] for case in TRAINED[size]})
     wanted = [one for one, layouts in zip(alone, TRAINED[size].values(), strict=True) for _ in layouts]
     for found in run_ranks(size, trained, tmp_path, TRAINED[size], kind="cuda"):
         assert found == wanted
-
-
-def need(size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} GPUs")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gpu_models import need_gpus
 from tests.support.gpu_runs import KINDS, SHARED
 from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
 from tests.support.ranks import run_ranks
@@ -56,8 +57,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gpus_have_the_bytes_of_one(alone: dict[str, Any], tmp_path: Path, size: int) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"{size} GPUs are needed, and there are {torch.cuda.device_count()}")
+    need_gpus(size)
     for rank, found in enumerate(run_ranks(size, trained, tmp_path, size, kind="cuda")):
         assert found.keys() == CASES.keys()
         for name, by_layout in found.items():

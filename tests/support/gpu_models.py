@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from benchmarks.gpu_shapes import random_model
 from rlloop.models import Model, new_model
 
@@ -27,6 +30,12 @@ TEN_EXPERTS = {
     "moe_intermediate_size": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+def need_gpus(count: int) -> None:
+    """Skip the test on a machine with fewer."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
 
 
 def dense_model(dtype: str, **changes):

@@ -12,7 +12,6 @@ then those of the sequences that go on from it, so its sums go on over them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,19 +20,9 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton import attention_blocks
 from rlloop.numerics.kernels.triton.attention import _find
-from rlloop.numerics.kernels.triton.attention_steps import _add_keys, _add_queries, _rows
+from rlloop.numerics.kernels.triton.attention_steps import Tiles, _add_keys, _add_queries, _rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
 from rlloop.numerics.layout import AttentionLayout
-
-
-class Tiles(NamedTuple):
-    """Queries and keys of a product, warps of a program, and tiles in flight."""
-
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-
 
 HALF, FLOAT32 = Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)
 # Of 16-bit numbers, by the widest head that they are for: tiles where queries are owned, and where keys are.
@@ -228,7 +217,7 @@ def attention_backward(
 
 
 def _tiles(dtype: torch.dtype, width: int, families: bool) -> tuple[Tiles, Tiles]:
-    """Where queries are owned, and where keys are. Of families a tile of keys must not reach beyond a prefix."""
+    """Tiles of the kernels that own queries, and keys. In families a tile of keys must not reach beyond a prefix."""
     if dtype.itemsize > 2:
         return FLOAT32, FLOAT32
     return (HALF, HALF) if families else PLAIN[max(64, power_of_two(width))]

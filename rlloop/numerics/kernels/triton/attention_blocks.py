@@ -9,27 +9,15 @@ there are no atomics.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import _load_rows
-from rlloop.numerics.kernels.triton.attention_steps import _add_queries, _rows
+from rlloop.numerics.kernels.triton.attention_steps import Tiles, _add_queries, _rows
 
-
-class BlockTiles(NamedTuple):
-    """Queries and keys of a product, warps of a program, and tiles in flight."""
-
-    rows: int
-    tile: int
-    warps: int
-    stages: int
-
-
-BY_KEY, BY_QUERY = BlockTiles(64, 128, 8, 2), BlockTiles(128, 64, 8, 3)
+BY_KEY, BY_QUERY = Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3)
 PROGRAMS = 256  # of a block, that own keys: a little under two for each of 132 processors
 ROWS = 8192  # queries of a block, those of all heads that share keys: half a GiB of ds
 

@@ -6,10 +6,21 @@ in fewer instructions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from rlloop.numerics.kernels.triton.attention import _load_rows
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a product, warps of a program, and tiles in flight."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
 
 
 @triton.jit
