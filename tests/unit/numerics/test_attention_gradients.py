@@ -74,7 +74,7 @@ def test_blocks_change_no_bit(monkeypatch, rows: int, programs: int, of_keys: tu
         monkeypatch.setattr(kernels, "LONG", 100)
         for name, value in (("ROWS", rows), ("PROGRAMS", programs)):
             monkeypatch.setattr(blocks, name, value)
-        monkeypatch.setattr(blocks, "BY_KEY", blocks.BlockTiles(*of_keys, 4, 2))
-        monkeypatch.setattr(blocks, "BY_QUERY", blocks.BlockTiles(*of_queries, 4, 2))
+        monkeypatch.setattr(blocks, "BY_KEY", blocks.Tiles(*of_keys, 4, 2))
+        monkeypatch.setattr(blocks, "BY_QUERY", blocks.Tiles(*of_queries, 4, 2))
         for mine, theirs in zip(kernels.attention_backward(*arguments), plain, strict=True):
             assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
