@@ -200,7 +200,7 @@ def parts(
             with torch.inference_mode():
                 timed(
                     "patches to the device", count, counts,
-                    lambda images=images: [patches_on(image, model.device, model.dtype) for image in images],
+                    lambda images=images: patches_on(images, model.device, model.dtype),
                 )  # fmt: skip
                 timed("tower", count, counts, lambda images=images: model.see(images), "tower, until launched")
             timed("answer, patches given", count, counts, lambda given=given: answer(given))

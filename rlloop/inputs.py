@@ -169,7 +169,7 @@ class ModelInput:
         one time, its rows and columns count from there, and the text goes on after the largest of them. Raises
         `ConfigError` where the placeholders do not match the images.
         """
-        patches = sum(len(image.patches) for image in images)
+        patches = sum(image.shape[0] for image in images)
         merge = isqrt(patches // max(len(placeholders), 1))
         if not images or merge**2 * len(placeholders) != patches:
             raise ConfigError(

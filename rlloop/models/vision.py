@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rlloop.errors import ConfigError
 from rlloop.inputs import BytePatches, Image, ModelInput
 from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.layers import Linear, Weight
+from rlloop.models.logits_processing import on_device
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops
@@ -194,7 +196,7 @@ class Tower(nn.Module):
         positions = torch.arange(sum(lengths), device=weight.device)
         layout = AttentionLayout.of_sequences(lengths, weight.device)
         step = TowerStep(layout, (cos, sin), positions, ops)
-        patches = torch.cat([patches_on(image, weight.device, weight.dtype) for image in images])
+        patches = patches_on(images, weight.device, weight.dtype)
         delta, stream = self.patch_embed(patches, ops) + self._positions(grids, weight), None
         deep = {}
         for index, block in enumerate(self.blocks):
@@ -215,24 +217,35 @@ class Tower(nn.Module):
         return (a + b + c + d).to(weight.dtype)
 
 
-def patches_on(image: Image, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[P, patch_width] of an image, rounded once where the tower is: what the host would round has the same bits.
+def patches_on(images: Sequence[Image], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[P, patch_width] of all images, rounded once where the tower is: what the host would round has the same bits.
 
-    A GPU gets bytes where an image has them, and looks up their numbers: an eighth of what the host would write, read
-    and send.
+    A GPU gets bytes where an image has them, and looks up their numbers, at once for all pictures of one processor: an
+    eighth of what the host would write, read and send.
     """
-    if image.bytes is None or device.type == "cpu":
-        return torch.from_numpy(image.patches).to(device).to(dtype)
-    return looked_up(image.bytes, device, dtype)
+    if device.type == "cpu":
+        return torch.cat([torch.from_numpy(image.patches).to(dtype) for image in images])
+    parts = []
+    for table, some in groupby(images, _table):
+        if table is None:
+            parts += [torch.from_numpy(image.patches).to(device).to(dtype) for image in some]
+        else:
+            parts.append(looked_up([image.bytes for image in some if image.bytes is not None], device, dtype))
+    return torch.cat(parts)
 
 
-def looked_up(patches: BytePatches, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`patches.decoded()` in another type, made on the device."""
-    channels = len(patches.numbers)
-    numbers = torch.from_numpy(patches.numbers).to(dtype).to(device).flatten()
-    begins = 256 * torch.arange(channels, device=device)[:, None]
-    values = numbers[torch.from_numpy(patches.codes).to(device) + begins]
-    return values[:, :, None].expand(-1, -1, patches.frames, -1).flatten(1)
+def _table(image: Image) -> tuple[bytes, int] | None:
+    """What an image's bytes stand for; None: it has none."""
+    return None if image.bytes is None else (image.bytes.numbers.tobytes(), image.bytes.frames)
+
+
+def looked_up(patches: Sequence[BytePatches], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`decoded()` of patches whose bytes stand for the same numbers, in another type, made on the device."""
+    numbers, frames = patches[0].numbers, patches[0].frames
+    values = torch.from_numpy(numbers).to(dtype).to(device).flatten()
+    begins = 256 * torch.arange(len(numbers), device=device)[:, None]
+    codes = torch.cat([on_device(each.codes, device) for each in patches])
+    return values[codes + begins][:, :, None].expand(-1, -1, frames, -1).flatten(1)
 
 
 @dataclass(frozen=True)

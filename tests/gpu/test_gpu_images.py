@@ -177,10 +177,11 @@ def test_patches_that_the_device_looks_up_or_rounds_are_the_hosts(dtype):
     codes = np.random.default_rng(0).integers(0, 256, (24, 3, 256), dtype=np.uint8)
     numbers = np.random.default_rng(1).normal(size=(3, 256)).astype(np.float32)
     pixels = Image(BytePatches(codes, numbers, 2), 4, 6)
-    for each in (pixels, Image(pixels.patches, 4, 6)):
-        made = patches_on(each, CUDA, dtype)
+    other, plain = Image(BytePatches(codes[::-1], -numbers, 2), 4, 6), Image(pixels.patches, 4, 6)
+    for images in ([pixels], [plain], [pixels, pixels, other, plain, pixels]):
+        made = patches_on(images, CUDA, dtype)
         assert made.device.type == "cuda"
-        assert same_bits(made.cpu(), torch.from_numpy(pixels.patches).to(dtype))
+        assert same_bits(made.cpu(), torch.cat([torch.from_numpy(each.patches) for each in images]).to(dtype))
 
 
 @pytest.mark.parametrize("name", [*ROWS, "full_attention"])

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlloop.errors import ConfigError
-from rlloop.inputs import BytePatches, Image
+from rlloop.inputs import BytePatches, Image, ModelInput
+from rlloop.models import vision
 from rlloop.models.vision import looked_up, patches_on
 from rlloop.models.vision_processor import ImageProcessor
 
@@ -58,10 +59,41 @@ def test_numbers_that_a_device_looks_up_are_the_hosts(dtype):
     for image in processor(*FACTORS["photos"]).images(pictures()):
         assert image.bytes is not None
         wanted = torch.from_numpy(image.patches).to(dtype)
-        for made in (looked_up(image.bytes, torch.device("cpu"), dtype), patches_on(image, torch.device("cpu"), dtype)):
+        cpu = torch.device("cpu")
+        for made in (looked_up([image.bytes], cpu, dtype), patches_on([image], cpu, dtype)):
             assert made.dtype == dtype
             assert made.is_contiguous()
             assert torch.equal(made, wanted)
+
+
+def test_a_device_looks_up_the_numbers_of_all_pictures_in_a_row_of_one_processor_at_once(monkeypatch):
+    """PyTorch's meta device stands for a GPU."""
+    photos = processor(*FACTORS["photos"]).images(pictures())
+    halves = processor(*FACTORS["halves"]).images(pictures(2))
+    numbers = Image(photos[0].patches, photos[0].height, photos[0].width)
+    meta, runs = torch.device("meta"), []
+
+    def counted(patches: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        runs.append(len(patches))
+        wanted = torch.cat([torch.from_numpy(each.decoded()) for each in patches]).to(dtype)
+        assert torch.equal(looked_up(patches, torch.device("cpu"), dtype), wanted)
+        return looked_up(patches, device, dtype)
+
+    monkeypatch.setattr(vision, "looked_up", counted)
+    monkeypatch.setattr(vision, "on_device", lambda array, device: torch.from_numpy(array).to(device))
+    order = [*photos, numbers, *halves, photos[0]]
+    assert patches_on(order, meta, torch.bfloat16).shape == (sum(each.shape[0] for each in order), photos[0].shape[1])
+    assert runs == [4, 2, 1]
+
+
+def test_a_prompt_of_pictures_makes_no_numbers(monkeypatch):
+    made_by = processor(*FACTORS["halves"])
+    image = made_by.image(pictures()[0])
+    count = image.shape[0] // 4
+    _ = image.digest
+    monkeypatch.setattr(BytePatches, "decoded", lambda *_: pytest.fail("patches were decoded"))
+    prompt = ModelInput.with_images([1, *[7] * count, 2], range(1, 1 + count), [image])
+    assert len(prompt.token_ids) == count + 2
 
 
 def test_what_an_image_needs_is_small_and_travels():
