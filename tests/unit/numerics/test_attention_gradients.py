@@ -58,23 +58,3 @@ def test_gradients_are_those_of_autograd(dtype: torch.dtype, window: int, causal
         found = attention_backward(*arguments, window, causal)
         for mine, theirs in zip(found, exact(arguments, window, causal), strict=True):
             assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * theirs.norm()
-
-
-@pytest.mark.parametrize(
-    ("rows", "programs", "of_keys", "of_queries"), [(128, 1, (64, 64), (64, 64)), (256, 2, (32, 128), (128, 64))]
-)
-def test_blocks_change_no_bit(monkeypatch, rows: int, programs: int, of_keys: tuple, of_queries: tuple) -> None:
-    from rlloop.numerics.kernels.triton import attention_backward as kernels
-    from rlloop.numerics.kernels.triton import attention_blocks as blocks
-
-    for lengths, heads, groups in (([70, 201, 100], 4, 2), ([130], 3, 1)):
-        arguments = made(lengths, torch.bfloat16, heads, groups, 16, 0, True)
-        monkeypatch.setattr(kernels, "LONG", 0)
-        plain = kernels.attention_backward(*arguments)
-        monkeypatch.setattr(kernels, "LONG", 100)
-        for name, value in (("ROWS", rows), ("PROGRAMS", programs)):
-            monkeypatch.setattr(blocks, name, value)
-        monkeypatch.setattr(blocks, "BY_KEY", blocks.Tiles(*of_keys, 4, 2))
-        monkeypatch.setattr(blocks, "BY_QUERY", blocks.Tiles(*of_queries, 4, 2))
-        for mine, theirs in zip(kernels.attention_backward(*arguments), plain, strict=True):
-            assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))

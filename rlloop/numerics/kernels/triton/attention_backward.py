@@ -2,35 +2,118 @@
 
 With p the softmax recomputed from the log-sum-exp: dv_j = sum of p_ij do_i; ds_ij = p_ij (do_i . v_j - do_i . o_i)
 scale; dq_i = sum of ds_ij k_j; dk_j = sum of ds_ij q_i. One kernel owns queries, the other keys: nothing is added up by
-atomics, so a gradient has the same bits in every run. Both make p and ds, seven products in all; `attention_blocks`
-makes them once for sequences above `LONG`.
+atomics, so a gradient has the same bits in every run. Both make p and ds, seven products in all: making them once, with
+sums of dq written and read again between blocks of keys, was no faster.
 
 `SHARED`: the sequences are in families. The queries that read a prefix's keys are flat tokens in a row, its own and
 then those of the sequences that go on from it, so its sums go on over them.
+
+`MASKED`: some query does not read all of a tile's keys, or some are not there. Without it the numbers are the same, in
+fewer instructions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton import attention_blocks
-from rlloop.numerics.kernels.triton.attention import _find
-from rlloop.numerics.kernels.triton.attention_steps import Tiles, _add_keys, _add_queries, _rows
+from rlloop.numerics.kernels.triton.attention import _find, _load_rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
 from rlloop.numerics.layout import AttentionLayout
 
+
+class Tiles(NamedTuple):
+    """Queries and keys of a product, warps of a program, and tiles in flight."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
 HALF, FLOAT32 = Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)
 # Of 16-bit numbers, by the widest head that they are for: tiles where queries are owned, and where keys are.
-PLAIN: dict[int, tuple[Tiles, Tiles]] = {64: (HALF, HALF), 128: (HALF, HALF), 256: (HALF, HALF)}
-WHOLE_KEYS = False  # loops without masks where keys are owned, too: fewer instructions, more spills, not measured
-LONG = 0  # tokens above which a causal sequence of 16-bit numbers goes by blocks; 0: none does
+PLAIN = {64: (HALF, HALF), 128: (Tiles(128, 64, 8, 3), Tiles(32, 64, 4, 3)), 256: (HALF, HALF)}
 WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is one head, and cuBLAS has enough to do
 SCORES = 1 << 27  # at a time
+
+
+@triton.jit
+def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr):
+    return _load_rows(source, index * WIDTH, inside, WIDTH, W, True)
+
+
+@triton.jit
+def _add_keys(
+    sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group, scale,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys to the sums [ROWS, W] of dq."""
+    lane = tl.arange(0, TILE)
+    key = tile + lane
+    begin = token
+    if SHARED:
+        begin = tl.where(tile < before, prefix, token - before)
+    at, seen = (begin + tile) * GROUPS + group, key <= last
+    keys = _load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
+    values = _load_rows(v + at * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
+    scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
+    masses = tl.exp2(scores - log_total[:, None])
+    if MASKED:
+        reads = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            reads = reads & (key[None, :] > position[:, None] - WINDOW)
+        masses = tl.where(reads, masses, 0.0)
+    by_mass = tl.dot(slopes, values.T, input_precision="ieee")
+    by_score = masses * (by_mass - delta[:, None])
+    return tl.dot(by_score.to(keys.dtype), keys, sums, input_precision="ieee")
+
+
+@triton.jit
+def _add_queries(
+    key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of, key, group,
+    scale, HEADS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
+    VW: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PLACED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of queries to the sums [TILE, W] of dk and dv.
+
+    `PLACED`: queries' positions are in `positions`, counted from `before`."""
+    lane = tl.arange(0, ROWS)
+    row = begin + lane
+    valid, position = row < queries_of * SHARE, row // SHARE
+    if ROWS % SHARE == 0:  # offsets are the same in every tile, and 32 bits hold them
+        at, index = (token + begin // SHARE) * HEADS + group * SHARE, lane // SHARE * HEADS + lane % SHARE
+    else:
+        at, index = token * HEADS + group * SHARE, position.to(tl.int64) * HEADS + row % SHARE
+    if PLACED:
+        position = tl.load(positions + token + position, valid, 0) - before
+    queries = _load_rows(q + at * WIDTH, index * WIDTH, valid, WIDTH, W, MASKED)
+    slopes = _load_rows(grad + at * V_WIDTH, index * V_WIDTH, valid, V_WIDTH, VW, MASKED)
+    if MASKED:
+        log_total, delta = tl.load(lse + at + index, valid, 0.0), tl.load(deltas + at + index, valid, 0.0)
+    else:
+        log_total, delta = tl.load(lse + at + index), tl.load(deltas + at + index)
+    log_total = log_total * 1.4426950408889634
+    scores = tl.dot(keys, queries.T, input_precision="ieee") * (scale * 1.4426950408889634)
+    masses = tl.exp2(scores - log_total[None, :])
+    if MASKED:
+        reads = valid[None, :]
+        if CAUSAL:
+            reads = (key[:, None] <= position[None, :]) & reads
+        if WINDOW > 0:
+            reads = reads & (key[:, None] > position[None, :] - WINDOW)
+        masses = tl.where(reads, masses, 0.0)
+    value_sums = tl.dot(masses.to(slopes.dtype), slopes, value_sums, input_precision="ieee")
+    by_mass = tl.dot(values, slopes.T, input_precision="ieee")
+    by_score = masses * (by_mass - delta[None, :])
+    return tl.dot(by_score.to(queries.dtype), queries, key_sums, input_precision="ieee"), value_sums
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -38,9 +121,8 @@ def _by_query(
     q, k, v, query_start, context, prefixes, out, lse, grad, grad_q, deltas, sequences, scale, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr,
-    LONG: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`LONG`: of sequences above so many tokens only the `deltas` are made."""
     SHARE: tl.constexpr = HEADS // GROUPS
     group, task = tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)  # the longest sums begin first
     sequence = _find(query_start, sequences, task, SHARE, ROWS)
@@ -69,8 +151,6 @@ def _by_query(
         if WINDOW > 0:
             lowest = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE
         end = last + 1
-        if LONG > 0:
-            end = tl.where(rows > LONG * SHARE, 0, end)
         masked = lowest
         if WHOLE:
             # Tiles that every query reads whole need no mask. Without this `maximum` ptxas takes 50 registers more.
@@ -85,12 +165,11 @@ def _by_query(
                 sums, queries, slopes, log_total, delta, position, k, v, tile, token, before, prefix, last, group,
                 scale, GROUPS, WIDTH, V_WIDTH, W, VW, TILE, WINDOW, SHARED, True,
             )  # fmt: skip
-        if end > 0:
-            d = tl.arange(0, W)
-            tl.store(
-                grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
-                valid[:, None] & (d < WIDTH)[None, :],
-            )  # fmt: skip
+        d = tl.arange(0, W)
+        tl.store(
+            grad_q + index[:, None] * WIDTH + d[None, :], (sums * scale).to(grad_q.dtype.element_ty),
+            valid[:, None] & (d < WIDTH)[None, :],
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -98,9 +177,8 @@ def _by_key(
     q, k, v, query_start, context, readers, positions, lse, grad, deltas, grad_k, grad_v, sequences, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr,
     VW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-    SHARED: tl.constexpr, LONG: tl.constexpr, WHOLE: tl.constexpr,
+    SHARED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`LONG`: sequences above so many tokens are left out."""
     SHARE: tl.constexpr = HEADS // GROUPS
     PLACED: tl.constexpr = SHARED and WINDOW > 0  # else what is further on reads all keys, wherever it stands
     group, task = tl.program_id(1), tl.program_id(0)
@@ -108,8 +186,6 @@ def _by_key(
     token = tl.load(query_start + sequence)
     tile = (task - (token // TILE + sequence).to(tl.int32)) * TILE
     length = (tl.load(query_start + sequence + 1) - token).to(tl.int32)
-    if LONG > 0:
-        length = tl.where(length > LONG, 0, length)
     if tile < length:
         key = tile + tl.arange(0, TILE)
         at, seen = (token + key) * GROUPS + group, key < length
@@ -131,19 +207,19 @@ def _by_key(
                 whole = tl.minimum(tl.cdiv((tile + TILE - 1) * SHARE, ROWS) * ROWS, tl.cdiv(end, ROWS) * ROWS)
             masked = tl.maximum(queries_of * SHARE // ROWS * ROWS, whole)
             for begin in range(lowest, whole, ROWS):
-                key_sums, value_sums, _ = _add_queries(
+                key_sums, value_sums = _add_queries(
                     key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
                     queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
                     True,
                 )  # fmt: skip
             for begin in range(whole, masked, ROWS):
-                key_sums, value_sums, _ = _add_queries(
+                key_sums, value_sums = _add_queries(
                     key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin,
                     queries_of, key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED,
                     False,
                 )  # fmt: skip
         for begin in range(masked, end, ROWS):
-            key_sums, value_sums, _ = _add_queries(
+            key_sums, value_sums = _add_queries(
                 key_sums, value_sums, keys, values, q, lse, grad, deltas, positions, token, before, begin, queries_of,
                 key, group, scale, HEADS, SHARE, WIDTH, V_WIDTH, W, VW, ROWS, WINDOW, CAUSAL, PLACED, True,
             )  # fmt: skip
@@ -193,26 +269,16 @@ def attention_backward(
     }  # fmt: skip
     # Elsewhere a second and a third loop take registers (a product then waits for the one before), or long to compile.
     whole = q.dtype.itemsize == 2 and not window and shape["W"] == width <= 128 and shape["VW"] == v_width <= 128
-    longest = LONG if whole and causal and families is None and tokens > LONG else 0
-    masks = {"WINDOW": window, "CAUSAL": causal, "SHARED": families is not None, "LONG": longest}
+    masks = {"WINDOW": window, "CAUSAL": causal, "SHARED": families is not None, "WHOLE": whole}
     _by_query[(tokens * (heads // groups) // by_query.rows + sequences, groups)](
         q, k, v, query_start, context, begins, out, lse, grad, gradients[0], deltas, sequences, scale, **shape,
-        **masks, WHOLE=whole, ROWS=by_query.rows, TILE=by_query.tile, num_warps=by_query.warps,
-        num_stages=by_query.stages,
+        **masks, ROWS=by_query.rows, TILE=by_query.tile, num_warps=by_query.warps, num_stages=by_query.stages,
     )  # fmt: skip
     _by_key[(tokens // by_key.tile + sequences, groups)](
         q, k, v, query_start, context, readers, positions, lse, grad, deltas, gradients[1], gradients[2], sequences,
-        scale, **shape, **masks, WHOLE=whole and WHOLE_KEYS, ROWS=by_key.rows, TILE=by_key.tile, num_warps=by_key.warps,
+        scale, **shape, **masks, ROWS=by_key.rows, TILE=by_key.tile, num_warps=by_key.warps,
         num_stages=by_key.stages,
     )  # fmt: skip
-    if longest:
-        begin = 0
-        for length in query_start.diff().tolist():
-            own = slice(begin, begin + length)
-            begin += length
-            if length > longest:
-                parts = (x[own] for x in (q, k, v, lse, grad, deltas, *gradients))
-                attention_blocks.backward(*parts, scale, shape)
     return gradients
 
 
