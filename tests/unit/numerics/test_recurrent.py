@@ -43,9 +43,10 @@ def convolved(bias: bool, ops=OURS) -> Work:
     return lambda layout, states, x, weight: ops.causal_conv(x, weight, given, layout, states)
 
 
+STATE = OURS.scan_state(GROUPS, HEADS, KEY, VALUE, torch.device("cpu"))
 CASES = {
-    "delta": (scanned(True), inputs(sum(LENGTHS)), {}, (HEADS, KEY, VALUE)),
-    "mamba": (scanned(False), inputs(sum(LENGTHS)), {}, (HEADS, KEY, VALUE)),
+    "delta": (scanned(True), inputs(sum(LENGTHS)), {}, STATE),
+    "mamba": (scanned(False), inputs(sum(LENGTHS)), {}, STATE),
     **{
         name: (
             convolved(bias), {"x": drawn(sum(LENGTHS), CHANNELS)}, {"weight": drawn(CHANNELS, 1, WIDTH)},

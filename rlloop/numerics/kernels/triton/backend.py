@@ -47,11 +47,10 @@ from rlloop.numerics.kernels.triton.recurrence import (
     causal_conv,
     causal_conv_backward,
     recurrent_gates,
-    scan,
-    scan_state,
 )
 from rlloop.numerics.kernels.triton.recurrence_backward import scan_backward
 from rlloop.numerics.kernels.triton.routing import combine, combine_backward, route
+from rlloop.numerics.kernels.triton.scan import scan, scan_state
 from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backward
 from rlloop.numerics.kernels.triton.token_logprob import (
     logits_rows,

@@ -1,0 +1,98 @@
+"""The scan of recurrent layers on CUDA: a state that every token decays and writes to. Float32 throughout.
+
+The state is kept at multiples of `CHUNK` tokens, counted from a sequence's begin. From there on a chunk's tokens are
+made by products: with S the state before the chunk, D[t, j] the product of the decays after token j up to t, and a[t]
+that of all up to t,
+
+    T = (1 + A)^-1 where A[t, j] = beta[t] D[t, j] k[t] . k[j] for j < t, so T[t] = e[t] - A[t] T;  W = D q k^T
+    r = beta (v - a k S),  u = T r;  without the delta rule  u = r = beta v
+    out = a q S + W u,  and after a whole chunk  S <- a[last] S + (D[last] u)^T k
+
+Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of all chunks at once; `scan_chunks` goes
+from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, and the last
+row of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
+
+A row has the same bits from both. Products are of TF32 parts (`scan_kernels._split`), and each of a product's numbers is
+one chain over ascending K, whatever tile it is in; rows that are not there are zeros. All else is elementwise, and decays
+are multiplied in the tokens' order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
+
+CHUNK = 16
+COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. Up to 32 columns: with 64 rows products are others
+PREPARE_WARPS = 1
+DECODE_WARPS, DECODE_STAGES = 2, 3  # of a program of `decode`, by `COLUMNS` columns at a time
+DECODE_PROGRAMS = 4096  # as many programs have one block of columns each; in larger batches one has more
+MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
+ALIGNED = 32  # numbers
+
+
+def scan_state(groups: int, heads: int, key_width: int, width: int) -> tuple[int, ...]:
+    """Each head's state, and of the tokens since the last whole chunk keys, r, T, D and a, end to end."""
+    return (_places(groups, heads, key_width, width)["SIZE"],)
+
+
+def _places(groups: int, heads: int, key_width: int, width: int) -> dict[str, int]:
+    """Where each kept thing begins among a sequence's numbers, and how many there are."""
+    places, end = {}, heads * width * key_width
+    for name, numbers in {
+        "KEYS": groups * CHUNK * key_width, "VALUES": heads * CHUNK * width, "INVERSES": heads * CHUNK * CHUNK,
+        "FADES": heads * CHUNK * CHUNK, "SINCE": heads * CHUNK,
+    }.items():  # fmt: skip
+        places[name] = triton.cdiv(end, ALIGNED) * ALIGNED
+        end = places[name] + numbers
+    return places | {"SIZE": triton.cdiv(end, ALIGNED) * ALIGNED}
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
+    context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (tokens, groups, key_width), (_, heads, width), sequences = q.shape, v.shape, len(query_start) - 1
+    q, k, v, decay, beta = (aligned(x) for x in (q, k, v, decay, beta))
+    out = torch.empty_like(v)
+    if tokens == 0:
+        return out
+    places = _places(groups, heads, key_width, width)
+    columns = min(COLUMNS, power_of_two(width, 16))
+    blocks = triton.cdiv(width, columns)
+    shape: dict[str, Any] = {
+        "GROUPS": groups, "HEADS": heads, "KEY": key_width, "K": power_of_two(key_width, 16), "CHUNK": CHUNK,
+        "CORRECTS": corrects, **EXACT,
+    }  # fmt: skip
+    has_states = states is not None and context is not None and rows is not None
+    if has_states and tokens == sequences:
+        parts = blocks
+        while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
+            parts //= 2
+        decode[(parts, heads, sequences)](
+            q, k, v, decay, beta, aligned(context), aligned(rows), states, out, WIDTH=width, COLUMNS=columns,
+            BLOCKS=blocks // parts, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **places, **shape,
+        )  # fmt: skip
+        return out
+    query_start = aligned(query_start)
+    context, rows, store = (aligned(context), aligned(rows), states) if has_states else (query_start, query_start, q)
+    # A sequence's chunks have consecutive places from `query_start // CHUNK + 2 sequence` on: always enough.
+    places_of_chunks = tokens // CHUNK + 2 * sequences
+    made = torch.empty(places_of_chunks, heads, MADE, device=q.device)
+    begun = torch.empty(sequences if has_states else 1, groups, CHUNK, key_width, device=q.device)
+    # No argument of the training's is specialised otherwise than the engine's: both run the same compiled kernels.
+    prepare[(places_of_chunks, groups)](
+        q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences, MADE=MADE,
+        num_warps=PREPARE_WARPS, num_stages=1, **{name: at for name, at in places.items() if name != "VALUES"}, **shape,
+    )  # fmt: skip
+    scan_chunks[(blocks, heads, sequences)](
+        q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
+        COLUMNS=columns, MADE=MADE, STAGES=STAGES, num_warps=WARPS, **places, **shape,
+    )  # fmt: skip
+    return out
