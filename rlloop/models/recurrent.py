@@ -3,7 +3,7 @@ Gu 2024, arXiv:2405.21060, as Nemotron 3 has it).
 
 Both mix neighbouring tokens by a short causal convolution, then add each token to a decaying state. On a CPU they run
 token by token, also in training (reasons in `rlloop.numerics.kernels.cpu.compiled.recurrence`); on a GPU chunk by chunk
-(`rlloop.numerics.kernels.triton.recurrence`).
+(`rlloop.numerics.kernels.triton.scan`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients of the scan over whole sequences, by batched products over chunks, of all heads at once.
 
-Notation and formulas are those of `recurrence`, with longer chunks: a backward's sums need no order but their own. Two
+Notation and formulas are those of `scan`, with longer chunks: a backward's sums need no order but their own. Two
 passes over the chunks in turn make the states that they begin with, and those states' gradients; everything else is
 made for all chunks together.
 """

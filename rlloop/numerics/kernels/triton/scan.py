@@ -6,15 +6,15 @@ that of all up to t,
 
     T = (1 + A)^-1 where A[t, j] = beta[t] D[t, j] k[t] . k[j] for j < t, so T[t] = e[t] - A[t] T;  W = D q k^T
     r = beta (v - a k S),  u = T r;  without the delta rule  u = r = beta v
-    out = a q S + W u,  and after a whole chunk  S <- a[last] S + (D[last] u)^T k
+    out = a q S + W u,  and after a whole chunk  S <- a[last] S + k^T (D[last] u)
 
 Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of all chunks at once; `scan_chunks` goes
-from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, and the last
-row of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
+from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows
+of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
 
-A row has the same bits from both. Products are of TF32 parts (`scan_kernels._split`), and each of a product's numbers is
-one chain over ascending K, whatever tile it is in; rows that are not there are zeros. All else is elementwise, and decays
-are multiplied in the tokens' order.
+A row has the same bits from both. Products are of TF32 parts (`scan_kernels._split`), and each number of a product is a
+chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
+elementwise, and decays are multiplied in the tokens' order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
 
 CHUNK = 16
-COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. Up to 32 columns: with 64 rows products are others
-PREPARE_WARPS = 1
-DECODE_WARPS, DECODE_STAGES = 2, 3  # of a program of `decode`, by `COLUMNS` columns at a time
-DECODE_PROGRAMS = 4096  # as many programs have one block of columns each; in larger batches one has more
+# Of these none decides on bits.
+PIECE = 32  # numbers of a key at a time
+COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. From 64 columns on, products would be others (wgmma)
+PREPARE_WARPS, PREPARE_STAGES = 1, 3
+DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
+DECODE_PROGRAMS = 4096  # up to so many programs have one block each
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
@@ -64,14 +66,15 @@ def scan(
     if tokens == 0:
         return out
     places = _places(groups, heads, key_width, width)
-    columns = min(COLUMNS, power_of_two(width, 16))
-    blocks = triton.cdiv(width, columns)
+    piece = min(PIECE, power_of_two(key_width, 16))
     shape: dict[str, Any] = {
-        "GROUPS": groups, "HEADS": heads, "KEY": key_width, "K": power_of_two(key_width, 16), "CHUNK": CHUNK,
-        "CORRECTS": corrects, **EXACT,
+        "GROUPS": groups, "HEADS": heads, "KEY": key_width, "PIECE": piece, "PIECES": triton.cdiv(key_width, piece),
+        "CHUNK": CHUNK, "CORRECTS": corrects, **EXACT,
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
+        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
+        blocks = triton.cdiv(width, columns)
         parts = blocks
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
             parts //= 2
@@ -80,19 +83,21 @@ def scan(
             BLOCKS=blocks // parts, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **places, **shape,
         )  # fmt: skip
         return out
-    query_start = aligned(query_start)
+    columns, query_start = min(COLUMNS, power_of_two(width, 16)), aligned(query_start)
     context, rows, store = (aligned(context), aligned(rows), states) if has_states else (query_start, query_start, q)
-    # A sequence's chunks have consecutive places from `query_start // CHUNK + 2 sequence` on: always enough.
-    places_of_chunks = tokens // CHUNK + 2 * sequences
-    made = torch.empty(places_of_chunks, heads, MADE, device=q.device)
-    begun = torch.empty(sequences if has_states else 1, groups, CHUNK, key_width, device=q.device)
+    # Chunks of a sequence have consecutive places from `query_start // CHUNK + 2 sequence` on, which always suffice.
+    most = tokens // CHUNK + 2 * sequences
+    made = torch.empty(most, heads, MADE, device=q.device)
+    begun = torch.empty(sequences if has_states else 1, CHUNK, groups, key_width, device=q.device)
+    shape |= {"MADE": MADE}
+    of_rows = {name: at for name, at in places.items() if name != "VALUES"}
     # No argument of the training's is specialised otherwise than the engine's: both run the same compiled kernels.
-    prepare[(places_of_chunks, groups)](
-        q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences, MADE=MADE,
-        num_warps=PREPARE_WARPS, num_stages=1, **{name: at for name, at in places.items() if name != "VALUES"}, **shape,
+    prepare[(most, groups)](
+        q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
+        STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
     )  # fmt: skip
-    scan_chunks[(blocks, heads, sequences)](
+    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, MADE=MADE, STAGES=STAGES, num_warps=WARPS, **places, **shape,
+        COLUMNS=columns, STAGES=STAGES, num_warps=WARPS, **places, **shape,
     )  # fmt: skip
     return out

@@ -1,5 +1,6 @@
 """Kernels of `scan`, whose notation and formulas are there. A state is stored transposed, [V, K], and so are tiles of
-values, [V, 16]: a warp then has 16 columns of S alone, and no other warp's numbers stand between two chunks."""
+values, [V, 16]: a warp then has 16 columns of S alone, and no other warp's numbers stand between two chunks. Along K,
+tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few of them at a time."""
 
 from __future__ import annotations
 
@@ -16,39 +17,52 @@ def _split(x):
 
 
 @triton.jit
-def _product(high, low, to_high, to_low):
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
+    return zeros, zeros, zeros
+
+
+@triton.jit
+def _plus(sums, high, low, to_high, to_low):
     """Sums of their own for each kind of term: three short chains at a time in place of a long one."""
-    small = tl.dot(low, to_high, input_precision="tf32") + tl.dot(high, to_low, input_precision="tf32")
-    return small + tl.dot(high, to_high, input_precision="tf32")
+    # That many inexact sums are allowed is meant for other types: here it keeps the compiler from chaining the three.
+    return (
+        tl.dot(low, to_high, sums[0], input_precision="tf32", max_num_imprecise_acc=16),
+        tl.dot(high, to_low, sums[1], input_precision="tf32", max_num_imprecise_acc=16),
+        tl.dot(high, to_high, sums[2], input_precision="tf32", max_num_imprecise_acc=16),
+    )
 
 
 @triton.jit
-def _times(x, y):
-    high, low = _split(x)
-    to_high, to_low = _split(y)
-    return _product(high, low, to_high, to_low)
+def _whole(sums):
+    return (sums[0] + sums[1]) + sums[2]
 
 
 @triton.jit
-def _written(state, total, u, to_end, keys):
-    """The state after a whole chunk: total S + (to_end u)^T k. Products are summed before the state is added: a tensor
+def _times(high, low, to_high, to_low, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A product over the 16 tokens of a chunk."""
+    return _whole(_plus(_nothing(ROWS, COLUMNS), high, low, to_high, to_low))
+
+
+@triton.jit
+def _written(state, total, high, low, keys):
+    """A piece of a state after a whole chunk: total S + x^T k. Products are summed before the state is added: a tensor
     core cuts its sums off, which long sums must not be."""
-    high, low = _split(u * to_end[None, :])
     to_high, to_low = _split(keys)
-    sums = tl.dot(low, to_high, input_precision="tf32")
-    sums = tl.dot(high, to_low, sums, input_precision="tf32")
-    sums = tl.dot(high, to_high, sums, input_precision="tf32")
+    sums = tl.dot(low, to_high, input_precision="tf32", max_num_imprecise_acc=16)
+    sums = tl.dot(high, to_low, sums, input_precision="tf32", max_num_imprecise_acc=16)
+    sums = tl.dot(high, to_high, sums, input_precision="tf32", max_num_imprecise_acc=16)
     return state * total + sums
 
 
 @triton.jit(do_not_specialize=["has_states", "sequences"])
 def prepare(
     q, k, decay, beta, query_start, context, rows, states, made, begun, has_states, sequences, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KEY: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
-    KEYS: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr,
-    MADE: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+    CORRECTS: tl.constexpr, KEYS: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr,
+    SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and each head of a group, what does not depend on the state: T, W, a and the last row of D to `made`.
+    """Of a chunk and each head of a group, what does not depend on the state: T^T, W^T, a and D's last row to `made`.
     A chunk that was begun in an earlier step has rows of the state, and its keys go to `begun`."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -71,27 +85,34 @@ def prepare(
     if (count > 0) & (start < end):
         old = tl.maximum(known - start, 0).to(tl.int32)
         upto = tl.minimum(end - start, CHUNK).to(tl.int32)
-        n, i = tl.arange(0, CHUNK), tl.arange(0, K)
-        row, column, of_key = n[:, None], n[None, :], (i < KEY)[None, :]
+        n, i = tl.arange(0, CHUNK), tl.arange(0, PIECE)
+        row, column = n[:, None], n[None, :]
         is_old, is_new = n < old, (n >= old) & (n < upto)
-        token = begin + start - known + n
-        at = ((token * GROUPS + group) * KEY)[:, None] + i[None, :]
-        kept_at = ((group * CHUNK + n) * KEY)[:, None] + i[None, :]
-        keys = tl.load(k + at, is_new[:, None] & of_key, 0.0)
-        if old > 0:
-            keys += tl.load(mine + KEYS + kept_at, is_old[:, None] & of_key, 0.0)
-            tl.store(begun + sequence.to(tl.int64) * (GROUPS * CHUNK * KEY) + kept_at, keys, of_key & (row >= 0))
-        queries = tl.load(q + at, is_new[:, None] & of_key, 0.0)
-        to_high, to_low = _split(keys.T)
-        query_high, query_low = _split(queries)
-        asked = _product(query_high, query_low, to_high, to_low)
-        if CORRECTS:
-            key_high, key_low = _split(keys)
-            alike = _product(key_high, key_low, to_high, to_low)
+        first = begin + start - known
+        at = row * (GROUPS * KEY) + i[None, :]
+        new_at = ((first * GROUPS + group) * KEY) + at
+        kept_at = mine + KEYS + group * (CHUNK * KEY) + row * KEY + i[None, :]
+        keys_at = tl.where(is_old[:, None], kept_at, k + new_at)
+        begun_at = begun + (sequence.to(tl.int64) * CHUNK * GROUPS + group) * KEY + at
+        asked_sums = _nothing(CHUNK, CHUNK)
+        alike_sums = asked_sums
+        for piece in tl.range(PIECES, num_stages=STAGES):
+            of_key = (piece * PIECE + i < KEY)[None, :]
+            keys = tl.load(keys_at + piece * PIECE, (n < upto)[:, None] & of_key, 0.0)
+            queries = tl.load(q + new_at + piece * PIECE, is_new[:, None] & of_key, 0.0)
+            tl.store(begun_at + piece * PIECE, keys, of_key & (row >= 0) & (old > 0))
+            to_high, to_low = _split(keys.T)
+            high, low = _split(queries)
+            asked_sums = _plus(asked_sums, high, low, to_high, to_low)
+            if CORRECTS:
+                key_high, key_low = _split(keys)
+                alike_sums = _plus(alike_sums, key_high, key_low, to_high, to_low)
+        asked, alike = _whole(asked_sums), _whole(alike_sums)
         for member in range(SHARE):
             head = group * SHARE + member
             to = made + (slot.to(tl.int64) * HEADS + head) * MADE
-            decays = tl.load(decay + token * HEADS + head, is_new, 1.0)
+            gate_at = first * HEADS + head + n * HEADS
+            decays = tl.load(decay + gate_at, is_new, 1.0)
             last = tl.load(mine + FADES + head * SQUARE + (old - 1) * CHUNK + n, is_old, 1.0)
             before = tl.load(mine + SINCE + head * CHUNK + old - 1, old > 0, 1.0)
             fades, since = tl.broadcast_to(last[None, :], (CHUNK, CHUNK)), tl.where(n >= 0, before, 1.0)
@@ -100,185 +121,237 @@ def prepare(
                 fades *= tl.where((column < t) & (row >= t), factor, 1.0)
                 since *= tl.where(n >= t, factor, 1.0)
             fades = tl.where(row >= column, fades, 0.0)
-            tl.store(to + SQUARE + row * CHUNK + column, asked * fades)
+            tl.store(to + SQUARE + column * CHUNK + row, asked * fades)
             tl.store(to + 2 * SQUARE + n, since)
             tl.store(to + 2 * SQUARE + CHUNK + column + 0 * row, fades, row == CHUNK - 1)
             if CORRECTS:
-                betas = tl.load(beta + token * HEADS + head, is_new, 0.0)
-                lower = tl.where(row > column, alike * fades * betas[:, None], 0.0)
-                high, low = _split(lower)
-                kept = mine + INVERSES + head * SQUARE + row * CHUNK + column
-                inverse = tl.load(kept, (row < old) & (column >= 0), 0.0)
+                betas = tl.load(beta + gate_at, is_new, 0.0)
+                lower_high, lower_low = _split(tl.where(row > column, alike * fades * betas[:, None], 0.0))
+                inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
+                inverse = tl.load(inverse_at, (row < old) & (column >= 0), 0.0)
                 for t in range(old, upto):
                     above_high, above_low = _split(inverse)
-                    found = tl.where(row == column, 1.0, 0.0) - _product(high, low, above_high, above_low)
-                    inverse = tl.where(row == t, found, inverse)
-                tl.store(to + row * CHUNK + column, inverse)
+                    product = _times(lower_high, lower_low, above_high, above_low, CHUNK, CHUNK)
+                    inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
+                tl.store(to + column * CHUNK + row, inverse)
 
 
 @triton.jit
 def _chunk(
-    state, keys, queries, values, given, is_old, to, betas, whole, CHUNK: tl.constexpr, CORRECTS: tl.constexpr
+    state, q, k, to, values, betas, given, is_old, there, whole, KEY: tl.constexpr, STRIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """-> the state after it (the same where it is not whole), outputs and r, both [V, 16]. r of old rows is `given`."""
+    """-> the state after it (the same where it is not whole), outputs and r, both [V, 16]. r of old rows is `given`.
+
+    `there`: rows that have a query; those that are old or there have a key."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
-    n = tl.arange(0, CHUNK)
-    square = n[None, :] * CHUNK + n[:, None]
+    i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
+    has_key = is_old | there
+    square = n[:, None] * CHUNK + n[None, :]
     weights, since = tl.load(to + SQUARE + square), tl.load(to + 2 * SQUARE + n)
     to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + n), 0.0)
     total = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK - 1), 1.0)
-    high, low = _split(state)
+    read_sums = _nothing(COLUMNS, CHUNK)
+    asked_sums = read_sums
+    for piece in tl.static_range(PIECES):
+        of_key = (piece * PIECE + i < KEY)[:, None]
+        at = n[None, :] * STRIDE + piece * PIECE + i[:, None]
+        high, low = _split(state[piece])
+        if CORRECTS:
+            to_high, to_low = _split(tl.load(k + at, has_key[None, :] & of_key, 0.0))
+            read_sums = _plus(read_sums, high, low, to_high, to_low)
+        to_high, to_low = _split(tl.load(q + at, there[None, :] & of_key, 0.0))
+        asked_sums = _plus(asked_sums, high, low, to_high, to_low)
     if CORRECTS:
-        key_high, key_low = _split(keys.T)
-        read = _product(high, low, key_high, key_low)
-        r = tl.where(is_old[None, :], given, (values - since[None, :] * read) * betas[None, :])
-        u = _times(r, tl.load(to + square))
+        r = (values - since[None, :] * _whole(read_sums)) * betas[None, :]
+        r = tl.where(is_old[None, :], given, r)
+        r_high, r_low = _split(r)
+        to_high, to_low = _split(tl.load(to + square))
+        u = _times(r_high, r_low, to_high, to_low, COLUMNS, CHUNK)
     else:
         r = tl.where(is_old[None, :], given, values * betas[None, :])
         u = r
-    query_high, query_low = _split(queries.T)
-    output = since[None, :] * _product(high, low, query_high, query_low) + _times(u, weights)
-    return _written(high + low, total, u, to_end, keys), output, r
+    u_high, u_low = _split(u)
+    to_high, to_low = _split(weights)
+    output = since[None, :] * _whole(asked_sums) + _times(u_high, u_low, to_high, to_low, COLUMNS, CHUNK)
+    u_high, u_low = _split(u * to_end[None, :])
+    after = ()
+    for piece in tl.static_range(PIECES):
+        of_key = (piece * PIECE + i < KEY)[None, :]
+        keys = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], has_key[:, None] & of_key, 0.0)
+        after = after + (_written(state[piece], total, u_high, u_low, keys),)  # noqa: RUF005
+    return after, output, r
+
+
+@triton.jit
+def _pieces(at, mask, of_key, KEY: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr):
+    """Tiles [., PIECE] side by side. `of_key`: the numbers of a piece."""
+    tiles = ()
+    for piece in tl.static_range(PIECES):
+        inside = (piece * PIECE + of_key < KEY)[None, :]
+        tiles = tiles + (tl.load(at + piece * PIECE, mask & inside, 0.0),)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit(do_not_specialize=["has_states"])
 def scan_chunks(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
-    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a head's state, and a sequence's chunks in turn."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
-    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    STRIDE: tl.constexpr = GROUPS * KEY
+    block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
     begin = tl.load(query_start + sequence)
-    count = tl.load(query_start + sequence + 1) - begin
+    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
     known = begin * 0
     mine = states
     if has_states != 0:
         known = tl.load(context + sequence)
         mine = states + tl.load(rows + sequence) * SIZE
-    end = known + count
-    i, j, n = tl.arange(0, K), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
-    of_key, of_value = (i < KEY)[None, :], (j < WIDTH)[:, None]
-    state_at = mine + ((head * WIDTH + j) * KEY)[:, None] + i[None, :]
-    state = tl.load(state_at, of_value & of_key & (known >= CHUNK), 0.0)
+    # Tokens are counted from the first chunk's begin: those of this step are `old` and on, up to `end`.
+    old = (known % CHUNK).to(tl.int32)
+    end = tl.where(count > 0, old + count, 0)
+    i, j, n = tl.arange(0, PIECE), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
+    of_value = (j < WIDTH)[:, None]
+    state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
+    state = _pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
     kept_at = mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None]
-    to = made + ((begin // CHUNK + 2 * sequence).to(tl.int64) * HEADS + head) * MADE
-    start = known // CHUNK * CHUNK
-    if (start < known) & (count > 0):  # a chunk begun in an earlier step: some rows are kept ones
-        token = begin + start - known + n
-        is_old, is_new = start + n < known, (start + n >= known) & (start + n < end)
-        key_at = ((token * GROUPS + group) * KEY)[:, None] + i[None, :]
-        begun_at = (((sequence.to(tl.int64) * GROUPS + group) * CHUNK + n) * KEY)[:, None] + i[None, :]
-        keys = tl.load(begun + begun_at, of_key & (n >= 0)[:, None], 0.0)
-        queries = tl.load(q + key_at, is_new[:, None] & of_key, 0.0)
-        value_at = ((token * HEADS + head) * WIDTH)[None, :] + j[:, None]
-        values = tl.load(v + value_at, is_new[None, :] & of_value, 0.0)
-        betas = tl.load(beta + token * HEADS + head, is_new, 0.0)
+    to = made + ((begin // CHUNK + 2 * sequence) * HEADS + head) * MADE
+    q += ((begin - old) * GROUPS + group) * KEY
+    k += ((begin - old) * GROUPS + group) * KEY
+    v += ((begin - old) * HEADS + head) * WIDTH
+    out += ((begin - old) * HEADS + head) * WIDTH
+    beta += (begin - old) * HEADS + head
+    value_at = n[None, :] * (HEADS * WIDTH) + j[:, None]
+    keys = k
+    if old > 0:
+        keys = begun + (sequence * CHUNK * GROUPS + group) * KEY
+    for chunk in tl.range(0, end, CHUNK, num_stages=STAGES):
+        is_old, there = chunk + n < old, (chunk + n >= old) & (chunk + n < end)
+        is_new = there[None, :] & of_value
+        values = tl.load(v + value_at, is_new, 0.0)
+        betas = tl.load(beta + n * HEADS, there, 0.0)
         given = tl.load(kept_at, is_old[None, :] & of_value, 0.0)
-        whole = start + CHUNK <= end
-        state, output, r = _chunk(state, keys, queries, values, given, is_old, to, betas, whole, CHUNK, CORRECTS)
-        tl.store(out + value_at, output, is_new[None, :] & of_value)
-        tl.store(kept_at, r, is_new[None, :] & of_value & (end < start + CHUNK))
-        start += CHUNK
+        state, output, r = _chunk(
+            state, q, keys, to, values, betas, given, is_old, there, chunk + CHUNK <= end, KEY, STRIDE, COLUMNS, PIECES,
+            PIECE, CHUNK, CORRECTS,
+        )  # fmt: skip
+        tl.store(out + value_at, output, is_new)
+        tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
         to += HEADS * MADE
-    for chunk in tl.range(start, end, CHUNK, num_stages=STAGES):
-        token, is_new = begin + chunk - known + n, chunk + n < end
-        key_at = ((token * GROUPS + group) * KEY)[:, None] + i[None, :]
-        keys = tl.load(k + key_at, is_new[:, None] & of_key, 0.0)
-        queries = tl.load(q + key_at, is_new[:, None] & of_key, 0.0)
-        value_at = ((token * HEADS + head) * WIDTH)[None, :] + j[:, None]
-        values = tl.load(v + value_at, is_new[None, :] & of_value, 0.0)
-        betas = tl.load(beta + token * HEADS + head, is_new, 0.0)
-        whole = chunk + CHUNK <= end
-        state, output, r = _chunk(state, keys, queries, values, values, n < 0, to, betas, whole, CHUNK, CORRECTS)
-        tl.store(out + value_at, output, is_new[None, :] & of_value)
-        tl.store(kept_at, r, is_new[None, :] & of_value & (has_states != 0) & (end < chunk + CHUNK))
-        to += HEADS * MADE
+        q += CHUNK * STRIDE
+        k += CHUNK * STRIDE
+        v += CHUNK * HEADS * WIDTH
+        out += CHUNK * HEADS * WIDTH
+        beta += CHUNK * HEADS
+        keys = k
     if has_states != 0:
-        whole_end = end // CHUNK * CHUNK
-        if whole_end > known:
-            tl.store(state_at, state, of_value & of_key)
-        if (block == 0) & (whole_end < end) & (count > 0):  # nothing of this is read in this launch
-            last = to - HEADS * MADE
+        if end >= CHUNK:
+            for piece in tl.static_range(PIECES):
+                tl.store(state_at + piece * PIECE, state[piece], of_value & (piece * PIECE + i < KEY)[None, :])
+        upto = end % CHUNK
+        if (block == 0) & (upto > 0):  # nothing of this is read in this launch
+            to -= HEADS * MADE
+            k -= CHUNK * STRIDE
             row, column = n[:, None], n[None, :]
             if CORRECTS:
-                inverse = tl.load(last + row * CHUNK + column)
+                inverse = tl.load(to + column * CHUNK + row)
                 tl.store(mine + INVERSES + head * SQUARE + row * CHUNK + column, inverse)
-            upto = end - whole_end - 1
-            faded = tl.load(last + 2 * SQUARE + CHUNK + n)
-            tl.store(mine + FADES + head * SQUARE + upto * CHUNK + n, faded)
-            tl.store(mine + SINCE + head * CHUNK + upto, tl.load(last + 2 * SQUARE + CHUNK - 1))
-            position = whole_end + n
-            keep = ((position >= known) & (position < end) & (head % SHARE == 0))[:, None] & of_key
-            key_at = (((begin + position - known) * GROUPS + group) * KEY)[:, None] + i[None, :]
-            tl.store(mine + KEYS + ((group * CHUNK + n) * KEY)[:, None] + i[None, :], tl.load(k + key_at, keep), keep)
+            faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
+            tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
+            tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
+            is_new = (n < upto) & ((end >= CHUNK) | (n >= old)) & (head % SHARE == 0)
+            kept = mine + KEYS + group * (CHUNK * KEY) + n[:, None] * KEY + i[None, :]
+            for piece in tl.static_range(PIECES):
+                mask = is_new[:, None] & (piece * PIECE + i < KEY)[None, :]
+                fresh = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], mask, 0.0)
+                tl.store(kept + piece * PIECE, fresh, mask)
 
 
 @triton.jit
 def decode(
     q, k, v, decay, beta, context, rows, states, out, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
-    WIDTH: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-    CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr,
-    SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
+    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Of tiles of 16
     rows, row t is the key's and every other the query's; whatever is stored here is row t, which no program reads."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
+    HALF: tl.constexpr = CHUNK // 2
     SHARE: tl.constexpr = HEADS // GROUPS
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
     known = tl.load(context + sequence)
     mine = states + tl.load(rows + sequence) * SIZE
     t = (known % CHUNK).to(tl.int32)
-    i, n = tl.arange(0, K), tl.arange(0, CHUNK)
-    row, column, of_key = n[:, None], n[None, :], (i < KEY)[None, :]
-    key_at = ((sequence * GROUPS + group) * KEY) + i[None, :]
-    key, query = tl.load(k + key_at, of_key, 0.0), tl.load(q + key_at, of_key, 0.0)
+    i, n, m = tl.arange(0, PIECE), tl.arange(0, CHUNK), tl.arange(0, HALF)
+    row, column = n[:, None], n[None, :]
+    q += (sequence * GROUPS + group) * KEY
+    k += (sequence * GROUPS + group) * KEY
     fade, factor = tl.load(decay + sequence * HEADS + head), tl.load(beta + sequence * HEADS + head)
-    keys_at = mine + KEYS + ((group * CHUNK + n) * KEY)[:, None] + i[None, :]
-    keys = tl.where(row == t, key, tl.load(keys_at, (row < t) & of_key, 0.0))
+    kept_keys = mine + KEYS + group * (CHUNK * KEY) + row * KEY + i[None, :]
     fades_at = mine + FADES + head * SQUARE + t * CHUNK + n
     fades = tl.where(n < t, tl.load(fades_at - CHUNK, n < t, 0.0) * fade, tl.where(n == t, 1.0, 0.0))
     since_at = mine + SINCE + head * CHUNK + t
     since = tl.load(since_at - 1, t > 0, 1.0) * fade
-    both = query + tl.zeros((CHUNK, K), tl.float32)
+    inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
+    sums, of_state = _nothing(CHUNK, CHUNK), ()
+    keys_at = tl.where(row == t, k + i[None, :], kept_keys)
+    keys = _pieces(keys_at, row <= t, i, KEY, PIECES, PIECE)
+    key = _pieces(k + i[None, :], i[None, :] >= 0, i, KEY, PIECES, PIECE)
+    query = _pieces(q + i[None, :], i[None, :] >= 0, i, KEY, PIECES, PIECE)
+    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
     if CORRECTS:
-        both = tl.where(row == t, key, query)
-    weights = _times(both, keys.T) * fades[None, :]
-    inverse = weights
-    if CORRECTS:
-        inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
         inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
-        lower = tl.where((row == t) & (column < t), weights * factor, 0.0)
-        found = tl.where(row == column, 1.0, 0.0) - _times(lower, inverse)
-        inverse = tl.where(row == t, found, inverse)
-    both_high, both_low = _split(both.T)
+    for piece in tl.static_range(PIECES):
+        both = tl.broadcast_to(query[piece], (CHUNK, PIECE))
+        few = tl.broadcast_to(query[piece], (HALF, PIECE))
+        if CORRECTS:
+            both, few = tl.where(row == t, key[piece], both), tl.where((m == t % HALF)[:, None], key[piece], few)
+        high, low = _split(both)
+        to_high, to_low = _split(keys[piece].T)
+        sums = _plus(sums, high, low, to_high, to_low)
+        of_state = of_state + (few.T,)  # noqa: RUF005
+    weights = _whole(sums) * fades[None, :]
+    if CORRECTS:
+        high, low = _split(tl.where((row == t) & (column < t), weights * factor, 0.0))
+        to_high, to_low = _split(inverse)
+        product = _times(high, low, to_high, to_low, CHUNK, CHUNK)
+        inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
     weights_high, weights_low = _split(weights.T)
     inverse_high, inverse_low = _split(inverse.T)
     for block in tl.range(part * BLOCKS, part * BLOCKS + BLOCKS, num_stages=STAGES):
         j = block * COLUMNS + tl.arange(0, COLUMNS)
         of_value = (j < WIDTH)[:, None]
-        state_at = mine + ((head * WIDTH + j) * KEY)[:, None] + i[None, :]
-        state = tl.load(state_at, of_value & of_key & (known >= CHUNK), 0.0)
+        state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
+        state = _pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
         r_at = mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None]
-        kept = tl.load(r_at, of_value & (column < t), 0.0)
+        r = tl.load(r_at, of_value & (column < t), 0.0)
         value_at = (sequence * HEADS + head) * WIDTH + j[:, None]
         values = tl.load(v + value_at, of_value, 0.0)
-        high, low = _split(state)
-        read = _product(high, low, both_high, both_low)
+        read_sums = _nothing(COLUMNS, HALF)
+        for piece in tl.static_range(PIECES):
+            state_high, state_low = _split(state[piece])
+            few_high, few_low = _split(of_state[piece])
+            read_sums = _plus(read_sums, state_high, state_low, few_high, few_low)
+        read = _whole(read_sums)  # column t of 16 is column t % 8 of it
+        read = tl.reshape(tl.permute(tl.join(read, read), (0, 2, 1)), (COLUMNS, CHUNK))
         if CORRECTS:
-            r = tl.where(column == t, (values - since * read) * factor, kept)
+            r = tl.where(column == t, (values - since * read) * factor, r)
             r_high, r_low = _split(r)
-            u = _product(r_high, r_low, inverse_high, inverse_low)
+            u = _times(r_high, r_low, inverse_high, inverse_low, COLUMNS, CHUNK)
         else:
-            r = tl.where(column == t, values * factor, kept)
+            r = tl.where(column == t, values * factor, r)
             u = r
         u_high, u_low = _split(u)
-        output = since * read + _product(u_high, u_low, weights_high, weights_low)
+        output = since * read + _times(u_high, u_low, weights_high, weights_low, COLUMNS, CHUNK)
         tl.store(out + value_at + 0 * column, output, of_value & (column == (t + 1) % CHUNK))
         tl.store(r_at, r, of_value & (column == t))
     if t == CHUNK - 1:
@@ -286,16 +359,25 @@ def decode(
         for block in range(part * BLOCKS, part * BLOCKS + BLOCKS):
             j = block * COLUMNS + tl.arange(0, COLUMNS)
             of_value = (j < WIDTH)[:, None]
-            state_at = mine + ((head * WIDTH + j) * KEY)[:, None] + i[None, :]
-            state = tl.load(state_at, of_value & of_key & (known >= CHUNK), 0.0)
-            u = tl.load(mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None], of_value & (column >= 0), 0.0)
+            state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
+            r_at = mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None]
+            u = tl.load(r_at, of_value & (column >= 0), 0.0)
             if CORRECTS:
-                u = _times(u, inverse.T)
-            tl.store(state_at, _written(state, since, u, fades, keys), of_value & of_key)
+                u_high, u_low = _split(u)
+                u = _times(u_high, u_low, inverse_high, inverse_low, COLUMNS, CHUNK)
+            u_high, u_low = _split(u * fades[None, :])
+            for piece in tl.static_range(PIECES):
+                of_key = (piece * PIECE + i < KEY)[None, :]
+                chunk_keys = tl.load(keys_at + piece * PIECE, of_key & (row >= 0), 0.0)
+                before = tl.load(state_at + piece * PIECE, of_value & of_key & (known >= CHUNK), 0.0)
+                after = _written(before, since, u_high, u_low, chunk_keys)
+                tl.store(state_at + piece * PIECE, after, of_value & of_key)
     elif part == 0:
         if CORRECTS:
             tl.store(inverse_at, inverse, (row == t) & (column >= 0))
         tl.store(fades_at, fades)
         tl.store(since_at, since)
         if head % SHARE == 0:
-            tl.store(mine + KEYS + (group * CHUNK + t) * KEY + i[None, :], key, of_key)
+            for piece in tl.static_range(PIECES):
+                inside = (piece * PIECE + i < KEY)[None, :]
+                tl.store(mine + KEYS + (group * CHUNK + t) * KEY + piece * PIECE + i[None, :], key[piece], inside)
