@@ -1,6 +1,9 @@
 """Kernels of `scan`, whose notation and formulas are there. A state is stored transposed, [V, K], and so are tiles of
 values, [V, 16]: a warp then has 16 columns of S alone, and no other warp's numbers stand between two chunks. Along K,
-tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few of them at a time."""
+tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few of them at a time.
+
+Equal bits need the same instructions in all kernels: `mma.sync` of 16 x 8 x 8, whose K slots have the same numbers. So
+no product has 64 rows or more, and nothing that is multiplied comes from `tl.join` (Triton then sets kWidth = 2)."""
 
 from __future__ import annotations
 
@@ -284,41 +287,44 @@ def decode(
     """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Of tiles of 16
     rows, row t is the key's and every other the query's; whatever is stored here is row t, which no program reads."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
-    HALF: tl.constexpr = CHUNK // 2
     SHARE: tl.constexpr = HEADS // GROUPS
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
     known = tl.load(context + sequence)
     mine = states + tl.load(rows + sequence) * SIZE
     t = (known % CHUNK).to(tl.int32)
-    i, n, m = tl.arange(0, PIECE), tl.arange(0, CHUNK), tl.arange(0, HALF)
+    i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
     q += (sequence * GROUPS + group) * KEY
     k += (sequence * GROUPS + group) * KEY
     fade, factor = tl.load(decay + sequence * HEADS + head), tl.load(beta + sequence * HEADS + head)
-    kept_keys = mine + KEYS + group * (CHUNK * KEY) + row * KEY + i[None, :]
+    across = row * 0 + i[None, :]
+    keys_at = tl.where(row == t, k + across, mine + KEYS + group * (CHUNK * KEY) + row * KEY + across)
     fades_at = mine + FADES + head * SQUARE + t * CHUNK + n
     fades = tl.where(n < t, tl.load(fades_at - CHUNK, n < t, 0.0) * fade, tl.where(n == t, 1.0, 0.0))
     since_at = mine + SINCE + head * CHUNK + t
     since = tl.load(since_at - 1, t > 0, 1.0) * fade
     inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
-    sums, of_state = _nothing(CHUNK, CHUNK), ()
-    keys_at = tl.where(row == t, k + i[None, :], kept_keys)
-    keys = _pieces(keys_at, row <= t, i, KEY, PIECES, PIECE)
-    key = _pieces(k + i[None, :], i[None, :] >= 0, i, KEY, PIECES, PIECE)
-    query = _pieces(q + i[None, :], i[None, :] >= 0, i, KEY, PIECES, PIECE)
     inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
     if CORRECTS:
         inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
+    of_state = ()
     for piece in tl.static_range(PIECES):
-        both = tl.broadcast_to(query[piece], (CHUNK, PIECE))
-        few = tl.broadcast_to(query[piece], (HALF, PIECE))
+        of_key = (piece * PIECE + i < KEY)[:, None]
+        asked = tl.load(q + piece * PIECE + i[:, None] + 0 * column, of_key, 0.0)
         if CORRECTS:
-            both, few = tl.where(row == t, key[piece], both), tl.where((m == t % HALF)[:, None], key[piece], few)
-        high, low = _split(both)
-        to_high, to_low = _split(keys[piece].T)
-        sums = _plus(sums, high, low, to_high, to_low)
-        of_state = of_state + (few.T,)  # noqa: RUF005
+            asked = tl.where(column == t, tl.load(k + piece * PIECE + i[:, None] + 0 * column, of_key, 0.0), asked)
+        of_state = of_state + (asked,)  # noqa: RUF005
+    sums = _nothing(CHUNK, CHUNK)
+    for index in tl.range(PIECES, num_stages=PIECES + 1):
+        inside = (index * PIECE + i < KEY)[None, :] & (row >= 0)
+        keys = tl.load(keys_at + index * PIECE, (n <= t)[:, None] & inside, 0.0)
+        both = tl.load(q + index * PIECE + across, inside, 0.0)
+        if CORRECTS:
+            both = tl.where(row == t, tl.load(k + index * PIECE + across, inside, 0.0), both)
+        both_high, both_low = _split(both)
+        keys_high, keys_low = _split(keys.T)
+        sums = _plus(sums, both_high, both_low, keys_high, keys_low)
     weights = _whole(sums) * fades[None, :]
     if CORRECTS:
         high, low = _split(tl.where((row == t) & (column < t), weights * factor, 0.0))
@@ -336,13 +342,12 @@ def decode(
         r = tl.load(r_at, of_value & (column < t), 0.0)
         value_at = (sequence * HEADS + head) * WIDTH + j[:, None]
         values = tl.load(v + value_at, of_value, 0.0)
-        read_sums = _nothing(COLUMNS, HALF)
+        read_sums = _nothing(COLUMNS, CHUNK)
         for piece in tl.static_range(PIECES):
             state_high, state_low = _split(state[piece])
-            few_high, few_low = _split(of_state[piece])
-            read_sums = _plus(read_sums, state_high, state_low, few_high, few_low)
-        read = _whole(read_sums)  # column t of 16 is column t % 8 of it
-        read = tl.reshape(tl.permute(tl.join(read, read), (0, 2, 1)), (COLUMNS, CHUNK))
+            asked_high, asked_low = _split(of_state[piece])
+            read_sums = _plus(read_sums, state_high, state_low, asked_high, asked_low)
+        read = _whole(read_sums)
         if CORRECTS:
             r = tl.where(column == t, (values - since * read) * factor, r)
             r_high, r_low = _split(r)
@@ -367,11 +372,11 @@ def decode(
                 u = _times(u_high, u_low, inverse_high, inverse_low, COLUMNS, CHUNK)
             u_high, u_low = _split(u * fades[None, :])
             for piece in tl.static_range(PIECES):
-                of_key = (piece * PIECE + i < KEY)[None, :]
-                chunk_keys = tl.load(keys_at + piece * PIECE, of_key & (row >= 0), 0.0)
-                before = tl.load(state_at + piece * PIECE, of_value & of_key & (known >= CHUNK), 0.0)
+                of_piece = (piece * PIECE + i < KEY)[None, :]
+                chunk_keys = tl.load(keys_at + piece * PIECE, of_piece & (row >= 0), 0.0)
+                before = tl.load(state_at + piece * PIECE, of_value & of_piece & (known >= CHUNK), 0.0)
                 after = _written(before, since, u_high, u_low, chunk_keys)
-                tl.store(state_at + piece * PIECE, after, of_value & of_key)
+                tl.store(state_at + piece * PIECE, after, of_value & of_piece)
     elif part == 0:
         if CORRECTS:
             tl.store(inverse_at, inverse, (row == t) & (column >= 0))
@@ -379,5 +384,6 @@ def decode(
         tl.store(since_at, since)
         if head % SHARE == 0:
             for piece in tl.static_range(PIECES):
-                inside = (piece * PIECE + i < KEY)[None, :]
-                tl.store(mine + KEYS + (group * CHUNK + t) * KEY + piece * PIECE + i[None, :], key[piece], inside)
+                of_row = piece * PIECE + i < KEY
+                numbers = tl.load(k + piece * PIECE + i, of_row, 0.0)
+                tl.store(mine + KEYS + (group * CHUNK + t) * KEY + piece * PIECE + i, numbers, of_row)
