@@ -29,12 +29,13 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
 
 CHUNK = 16
-# Of these none decides on bits.
+# Of these none decides on bits; measured on an H100.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. From 64 columns on, products would be others (wgmma)
+FEW_PROGRAMS, MORE_WARPS = 160, 4  # up to so many programs have a multiprocessor each
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
-DECODE_PROGRAMS = 4096  # up to so many programs have one block each
+DECODE_PROGRAMS = 1024  # up to so many programs have one block each
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
@@ -96,8 +97,10 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
     )  # fmt: skip
-    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
+    parts = triton.cdiv(width, columns)
+    scan_chunks[(parts, heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, STAGES=STAGES, num_warps=WARPS, **places, **shape,
+        COLUMNS=columns, STAGES=STAGES, num_warps=MORE_WARPS if parts * heads * sequences <= FEW_PROGRAMS else WARPS,
+        **places, **shape,
     )  # fmt: skip
     return out
