@@ -33,10 +33,14 @@ def chosen(every: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
 
 
 def within(
-    groups: Mapping[str, Sequence[str]], seconds: float | None, clock: Callable[[], float] = time.monotonic
+    groups: Mapping[str, Sequence[str]],
+    seconds: float | None,
+    clock: Callable[[], float] = time.monotonic,
+    option: str = "--cells",
 ) -> Iterator[str]:
     """Names of groups of cells, as long as another as slow as the slowest so far would end in time; then what is left
-    is printed. The first always runs. A group's time is that until the next is asked for."""
+    is printed, after the `option` that chooses it. The first always runs. A group's time is that until the next is
+    asked for."""
     begin = last = clock()
     longest, names = 0.0, list(groups)
     for at, name in enumerate(names):
@@ -44,6 +48,6 @@ def within(
         longest, last = max(longest, now - last), now
         if seconds is not None and at and now - begin + longest > seconds:
             left = " ".join(cell for rest in names[at:] for cell in groups[rest])
-            print(f"no time for the rest; go on with --cells {left}", file=sys.stderr)
+            print(f"no time for the rest; go on with {option} {left}", file=sys.stderr)
             return
         yield name
