@@ -1,4 +1,4 @@
-"""Milliseconds to the first token, between tokens and to the end while requests keep coming: rlloop's server and vLLM's.
+"""Milliseconds to the first token, between tokens and to the end while requests arrive: rlloop's server and vLLM's.
 
     python benchmarks/gpu_latency.py [--vllm] [--shape 0.6B 8B] [--rates 4 16 32] [--rounds 3] [--seconds 540] [--quick]
     python benchmarks/gpu_latency.py --tiny [--vllm]      # a toy on a CPU, to try it out; nothing recorded
@@ -52,7 +52,8 @@ PEER = "vLLM default"
 TOY = ("toy", {**TINY[1], "head_dim": 32, "num_attention_heads": 8, "max_position_embeddings": 512})
 MEASURED = {  # in words -> the client's name for it
     "first token, p50": "p50_ttft_ms", "first token, p99": "p99_ttft_ms", "between tokens, p50": "p50_itl_ms",
-    "between tokens, p99": "p99_itl_ms", "whole answer, p50": "p50_e2el_ms",
+    "between tokens, p99": "p99_itl_ms", "a token after the first, mean of an answer, p50": "p50_tpot_ms",
+    "whole answer, p50": "p50_e2el_ms",
 }  # fmt: skip
 Found = dict[str, list[dict[str, float]]]  # server -> what the client measured, of each round
 
@@ -61,7 +62,7 @@ Found = dict[str, list[dict[str, float]]]  # server -> what the client measured,
 
 
 def save_words(folder: Path, count: int, end: int) -> None:
-    """A tokenizer of `count` words, `w0` and so on, as the files of a Hugging Face folder; the word `end` is special."""
+    """A tokenizer of `count` words, `w0` and so on, as the files of a Hugging Face folder; word `end` is special."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({f"w{id}": id for id in range(count)}, unk_token="w0"))
@@ -74,7 +75,7 @@ def save_words(folder: Path, count: int, end: int) -> None:
 
 
 def make_model(folder: Path, config: dict[str, Any]) -> None:
-    save_random(config, folder)
+    save_random({**config, "transformers_version": "5.0.0"}, folder)  # without it tokenizers warn of older ones
     save_words(folder, config["vocab_size"], config["eos_token_id"])
 
 
@@ -169,9 +170,7 @@ def client() -> None:
         asked = json.loads(line)
         with tempfile.TemporaryDirectory() as place:
             result = Path(place) / "result.json"
-            serve.main(
-                parser.parse_args([*words_of(asked), "--save-result", "--result-filename", str(result)])
-            )
+            serve.main(parser.parse_args([*words_of(asked), "--save-result", "--result-filename", str(result)]))
             made = json.loads(result.read_text())
         wanted = {"completed": asked["count"], "total_output_tokens": asked["count"] * asked["size"][1]}
         if (given := {name: made[name] for name in wanted}) != wanted:
@@ -246,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's server too")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(RATES), help="default: 0.6B 8B")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests a second; default: 4 16 32 (0.6B), 2 8 16 (8B)")
+    parser.add_argument("--rates", type=float, nargs="+", help="requests a second; default: 4 16 32, of 8B 2 8 16")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--window", type=float, default=WINDOW, help="seconds of arrivals in a round")
     parser.add_argument("--seconds", type=float, help="begin nothing that would likely end later")

@@ -43,6 +43,10 @@ TABLES = {
     "engine": Table(
         "gpu_engine.py", "sampling: five regimes, nine shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
+    "latency": Table(
+        "gpu_latency.py", "latency of a server under arrivals", 30, "--vllm", peer="vllm",
+        parts="--shape, --rates, --seconds",
+    ),
     "train": Table(
         "gpu_train.py", "forward and backward: three batches", 20, peer="transformers", more="flash-attn",
         parts="--cells, --seconds",

@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from rlloop.rollout.engine.service import EngineService
     from rlloop.rollout.fleet.engine_server import EngineServer, Follower
     from rlloop.rollout.fleet.weight_follower import Source
+
+
+SWITCH_SECONDS = 0.0005  # that the engine's thread may wait while streams are written; Python's own is ten times that
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,7 +186,9 @@ def _serve_member(
         lifespan=None if joining is None else joining.lifespan,
         beside=beside,
         adapter_root=getattr(args, "adapter_root", None),
+        root=folder,
     )
+    sys.setswitchinterval(SWITCH_SECONDS)
 
     def announce(url: str) -> None:
         address.append(url)

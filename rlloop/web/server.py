@@ -146,6 +146,7 @@ class Guard:
         except ClientDisconnect:  # in the middle of its request, so there is no one to answer
             pass
         finally:
+            exchange.end()
             if self._listener is not None:
                 self._listener.release(scope)
 
@@ -207,6 +208,8 @@ class _Exchange:
         self._scope, self._receive, self._send, self._listener = scope, receive, send, listener
         self._most, self._read = most, 0
         self._is_whole = self._is_answered = False  # the request has arrived; its answer has begun
+        self._writes_since: float | None = None  # of the event loop's clock, while a part of the answer is written
+        self._watch: asyncio.TimerHandle | None = None
 
     async def receive(self) -> Message:
         if self._is_whole:  # the only message that can follow is that the client has left
@@ -242,7 +245,7 @@ class _Exchange:
             ):  # its exception ends the connection: no client is to send another request on it
                 added.append((b"connection", b"close"))
             message["headers"] = [*message.get("headers", ()), *added]
-        if "body" in message:
+        if len(message.get("body", b"")) > BLOCK:
             body = memoryview(message["body"])
             while len(body) > BLOCK:  # in blocks, so that a client that reads nothing is noticed
                 await self._written({**message, "body": bytes(body[:BLOCK]), "more_body": True})
@@ -250,16 +253,35 @@ class _Exchange:
             message = {**message, "body": bytes(body)}
         await self._written(message)
 
+    def end(self) -> None:
+        """Nothing more is written."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _look(self) -> None:
+        """Drop the connection if a part has been written for too long; else look again when it could have been. One
+        timer for a whole answer, since a stream has a part for each token, and a time-out for each costs more."""
+        loop, self._watch = asyncio.get_running_loop(), None
+        if self._writes_since is None:
+            return
+        left = self._writes_since + STALL_SECONDS - loop.time()
+        if left > 0:
+            self._watch = loop.call_later(left, self._look)
+        else:
+            self._drop()  # what is being written notices that the client is gone
+
     async def _written(self, message: Message) -> None:
+        loop = asyncio.get_running_loop()
+        self._writes_since = loop.time()
+        if self._watch is None:
+            self._watch = loop.call_later(STALL_SECONDS, self._look)
         try:
-            async with asyncio.timeout(STALL_SECONDS):
-                await self._send(message)
-        except TimeoutError:
-            self._drop()
-            await self._send(message)  # notices that the client is gone
+            await self._send(message)
         except LocalProtocolError:  # bytes that are not HTTP followed the request: the connection is being closed
             while (await self._receive())["type"] != "http.disconnect":
                 pass
+        finally:
+            self._writes_since = None
 
 
 def _without_port(host: str) -> str:

@@ -10,6 +10,7 @@ import functools
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -65,8 +66,8 @@ class Listening:
     """Listener of one request: forwards its tokens, and ends a choice where its text has a stop string."""
 
     def __init__(self, ask: Generation, tokenizer: Tokenizer | None, tell: Callable[[Told], None] | None) -> None:
-        """`tell` receives tokens as they come, in the engine's thread."""
-        self._tell = tell
+        """`tell` receives tokens as they come, in the engine's thread; a choice's last ones with its end."""
+        self._tell, self._left = tell, [params.max_tokens for params in ask.sampling]
         self._writers = [writer_for(index, ask, tokenizer) for index in range(len(ask.prompts))] if ask.stops else []
         self.stopped: set[int] = set()  # choices that a stop string ended
         self.scores: dict[int, PromptScores] = {}
@@ -77,19 +78,41 @@ class Listening:
     def made(self, index: int, part: Part) -> int | None:
         kept = None
         if self._writers and (writer := self._writers[index]) is not None:
-            before = writer.count
             writer.write(part.token_ids)
             if writer.stop is not None:
                 kept = writer.count
                 self.stopped.add(index)
-                part = part[: kept - before]
-        if self._tell is not None:
+        self._left[index] -= len(part.token_ids)
+        if self._tell is not None and kept is None and self._left[index] > 0:  # else its end follows, with this part
             self._tell((index, part))
         return kept
 
     def finished(self, index: int, completion: Completion) -> None:
         if self._tell is not None:
             self._tell((index, completion))
+
+
+class Post:
+    """Brings news from the engine's thread to queues of an event loop. All news of one step come by one or two wakes of
+    the loop: a wake costs the engine a system call, and its turn."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sent = deque[tuple[asyncio.Queue[Told | None], Told | None]]()
+        self._woken = False
+
+    def send(self, queue: asyncio.Queue[Told | None], news: Told | None) -> None:
+        """From any thread."""
+        self._sent.append((queue, news))
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first, so that what is sent from now on is either seen below or wakes again
+        while self._sent:
+            queue, news = self._sent.popleft()
+            queue.put_nowait(news)
 
 
 def written(
@@ -121,6 +144,7 @@ class OpenAiRoutes:
     def __init__(self, service: EngineService, served: Served, adapter_root: Path | None = None) -> None:
         self._service, self._served, self._started = service, served, int(time.time())
         self._adapters = AdapterRoutes(service, served.model, adapter_root)
+        self._post: Post | None = None  # once there is an event loop
         self.routes: Sequence[BaseRoute] = [
             *self._adapters.routes,
             Route("/v1/completions", self._answering(Completions()), methods=["POST"]),
@@ -141,8 +165,12 @@ class OpenAiRoutes:
         return self._unknown(name) if card is None else JSONResponse(card)
 
     def _cards(self) -> list[dict[str, Any]]:
-        card = {"id": self._served.model, "object": "model", "created": self._started, "owned_by": "rlloop"}
-        return [{**card, "max_model_len": self._served.longest}, *self._adapters.cards(self._served.longest)]
+        served = self._served
+        card = {
+            "id": served.model, "object": "model", "created": self._started, "owned_by": "rlloop",
+            "root": served.root or served.model, "max_model_len": served.longest,
+        }  # fmt: skip
+        return [card, *self._adapters.cards(served.longest)]
 
     def _unknown(self, name: str) -> Response:
         others = "".join(f", {each!r}" for each in self._service.adapters)
@@ -172,11 +200,9 @@ class OpenAiRoutes:
         return Response(await run_in_threadpool(answer), media_type="application/json")
 
     async def _stream(self, request: Request, dialect: Dialect, ask: Generation) -> Response:
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told | None]()
-
-        def tell(news: Told | None) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, news)
-
+        told = asyncio.Queue[Told | None]()
+        self._post = self._post or Post()
+        tell = partial(self._post.send, told)
         listener = Listening(ask, self._served.tokenizer, tell)
         future = self._submit(ask, listener)
         future.add_done_callback(lambda _: tell(None))

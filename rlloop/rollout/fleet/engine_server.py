@@ -107,11 +107,12 @@ class EngineServer:
         beside: Sequence[BaseRoute] = (),
         adapter_root: Path | None = None,
         images: ImageProcessor | None = None,
+        root: Path | None = None,
     ) -> None:
         """`model`: the name for OpenAI's clients; `logprobs_mode`: the default logprobs for them, those sampled with or
         the raw ones. `lifespan` is entered while the server runs. `beside`: more routes. `adapter_root`: the folder
         that clients may load adapters from; None: loading is refused. `images`: the model's image processor; None: it
-        reads text only."""
+        reads text only. `root`: the model's folder, as `/v1/models` says it."""
         self.service, self.name, self.region, self.follower = service, name, region, follower
         self.boot = secrets.token_hex(8)
         self._fingerprint = service.fingerprint()
@@ -131,11 +132,10 @@ class EngineServer:
                 async with lifespan(self):
                     yield
 
+        served = Served(model, tokenizer, service.longest, logprobs_mode, images, None if root is None else str(root))
         self.app = Starlette(
             routes=[
-                *OpenAiRoutes(
-                    service, Served(model, tokenizer, service.longest, logprobs_mode, images), adapter_root
-                ).routes,
+                *OpenAiRoutes(service, served, adapter_root).routes,
                 Route("/rlloop/generate", self._generate, methods=["POST"]),
                 Route("/rlloop/requests/{key}", self._forget, methods=["DELETE"]),
                 Route("/rlloop/lease", self._take_lease, methods=["POST"]),

@@ -39,6 +39,7 @@ class Served:
     longest: int  # tokens of a prompt and its completion
     logprobs_mode: LogprobsMode = "processed_logprobs"
     images: ImageProcessor | None = None  # None: its model reads text only
+    root: str | None = None  # the model's folder, from which a client on the same host may load the tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

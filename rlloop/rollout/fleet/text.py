@@ -38,7 +38,7 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         self._chat = ChatTokenizer(folder)
         self._tokenizer, self._lock = self._chat.tokenizer, threading.Lock()
-        self._decoder: Any = copy.deepcopy(self._tokenizer)
+        self._decode = _decode_of(copy.deepcopy(self._tokenizer))
         self.has_template = self._chat.is_chat
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -46,13 +46,25 @@ class FolderTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render(
         self, messages: Sequence[Message], arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         with self._lock:
             return self._chat.render(messages, arguments, tools)
+
+
+def _decode_of(tokenizer: Any) -> Callable[..., str]:
+    """`tokenizer.decode`; where transformers would only pass it on, the decode of the tokenizer inside: faster,
+    and streams decode twice a token."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    passes_on = kind.decode is PreTrainedTokenizerBase.decode and kind._decode is PreTrainedTokenizerFast._decode
+    if passes_on and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode
+    return tokenizer.decode
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:

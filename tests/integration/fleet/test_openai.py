@@ -198,6 +198,23 @@ def test_the_first_token_is_there_before_the_second_is_made(running):
         before += 3
 
 
+def test_a_choice_ends_with_its_last_token_and_not_after_it(running):
+    """As vLLM's streams do: its benchmark client counts the time between events."""
+    body = {"model": "rlloop", "prompt": "ab", "max_tokens": 5, "ignore_eos": True, "temperature": 1.0, "stream": True}
+    body |= {"repetition_penalty": 1.0, "logprobs": None, "stream_options": {"include_usage": True}}  # its fields
+    with running.http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    *events, usage = [json.loads(line) for line in lines[:-1]]
+    assert lines[-1] == "[DONE]"
+    assert [len(event["choices"][0]["token_ids"]) for event in events] == [1] * 5
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 4 + ["length"]
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 5)
+    text = running.complete("ab", max_tokens=60, ignore_eos=True).choices[0].text[:6]
+    stopped = Joined.of(running.complete("ab", stop=[text[3:]], max_tokens=60, ignore_eos=True, stream=True)).choices[0]
+    assert len(stopped["texts"]) == len(stopped["token_ids"])
+    assert stopped["reasons"][-1] == "stop"
+
+
 def test_a_stream_that_is_closed_ends_its_work_in_the_engine(running):
     running.idle()
     running.stepper.may(1)
@@ -560,7 +577,7 @@ def test_tools_reach_the_template_and_calls_come_back(running, tmp_path):
 def test_models_are_listed_and_retrieved(running):
     [card] = running.client.models.list()
     assert running.client.models.retrieve("rlloop") == card
-    assert (card.id, card.max_model_len) == ("rlloop", 512)
+    assert (card.id, card.max_model_len, card.root) == ("rlloop", 512, "rlloop")  # no folder was named
     with pytest.raises(openai.NotFoundError) as unknown:
         running.client.models.retrieve("org/other")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
