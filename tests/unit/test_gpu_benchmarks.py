@@ -31,6 +31,9 @@ def test_a_time_limit_leaves_the_rest_for_another_run(module, capsys):
     assert capsys.readouterr().err == "no time for the rest; go on with --cells huge/a\n"
     assert list(within(groups, 1.0, clock=iter([0.0, 0.0, 9.0]).__next__)) == ["small"]  # the first, however long
     assert list(within(groups, None)) == list(groups)
+    capsys.readouterr()
+    assert list(within({"4": ["4"], "16": ["16"]}, 1.0, iter([0.0, 0.0, 9.0]).__next__, option="--rates")) == ["4"]
+    assert capsys.readouterr().err == "no time for the rest; go on with --rates 16\n"
 
 
 def test_results_of_parts_are_merged_and_rounds_are_shown(module, tmp_path, monkeypatch):
