@@ -180,7 +180,8 @@ def begin(
 
 
 def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
-    """The patch that a tensor's changes make. Raises `CodecError` for changes outside the tensor."""
+    """The patch that a tensor's changes make; its places are -1 for changes outside the tensor (`Digests`). Waits for
+    nothing, so that the host prepares the next tensor's."""
     ordering = ORDERINGS[old.dtype]
     order, device, patches = order_of(ordering), old.tensor.device, list[tuple[Tensor, Tensor, int]]()
     for first in range(0, len(chunks), CHUNKS):
@@ -192,10 +193,10 @@ def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
         for row, each in zip(counts, batch, strict=True):
             row[: ordering.classes] = each.counts
         gaps, zigzags = (
-            torch.from_numpy(np.concatenate(each).view(np.int32)).to(device)
+            _to_device(each, device).view(torch.int32)
             for each in zip(*((each.gaps, each.zigzags) for each in batch), strict=True)
         )
-        sizes = torch.from_numpy(counts.reshape(-1)).to(device)
+        sizes = _to_device([counts.reshape(-1)], device)
         keys = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes, output_size=len(gaps))
         ends = (gaps.long() + 1).cumsum(0)
         before = torch.cat([ends.new_zeros(1), ends])[sizes.cumsum(0) - sizes]
@@ -205,11 +206,8 @@ def patch_of(chunks: Sequence[Changes], old: DeviceBits) -> Patch:
         patches.append((indices, values, start))
     if not patches:
         return Patch(torch.zeros(0, dtype=torch.int64, device=device), old.flat[:0])
-    if min(int(indices.min()) for indices, *_ in patches) < 0:
-        raise CodecError("changes lie outside the tensor")
-    return Patch(
-        torch.cat([indices + start for indices, _, start in patches]), torch.cat([values for _, values, _ in patches])
-    )
+    places = [torch.where(indices < 0, -1, indices + start) for indices, _, start in patches]
+    return Patch(torch.cat(places), torch.cat([values for _, values, _ in patches]))
 
 
 def patched(old: DeviceBits, patch: Patch) -> DeviceBits:
@@ -257,17 +255,29 @@ class Digests:
 
     def __init__(self) -> None:
         self._digest_of, self._waiting, self._size = dict[str, bytes](), dict[str, Tensor](), 0
+        self._least: list[Tensor] = []  # of patches' places
 
     def add(self, name: str, bits: DeviceBits) -> None:
         self._waiting[name], self._size = bits.tensor, self._size + bits.nbytes
         if self._size > HASHED:
-            self.all()
+            self._hash()
+
+    def add_patched(self, name: str, bits: DeviceBits, patch: Patch) -> None:
+        """`bits` with the patch applied."""
+        self.add(name, patched(bits, patch))
+        if len(patch.places) and isinstance(patch.places, Tensor):
+            self._least.append(patch.places.min())
 
     def all(self) -> dict[str, bytes]:
-        """By name."""
+        """By name. Raises `CodecError` for patches of changes outside their tensors."""
+        self._hash()
+        if self._least and int(torch.stack(self._least).min()) < 0:
+            raise CodecError("changes lie outside the tensor")
+        return self._digest_of
+
+    def _hash(self) -> None:
         self._digest_of |= zip(self._waiting, blake3.digests(list(self._waiting.values())), strict=True)
         self._waiting, self._size = {}, 0
-        return self._digest_of
 
 
 def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:
@@ -276,6 +286,14 @@ def digests(tensors: Mapping[str, DeviceBits]) -> dict[str, bytes]:
     for name, bits in tensors.items():
         hashing.add(name, bits)
     return hashing.all()
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """Arrays of one type end to end."""
+    kind = torch.from_numpy(arrays[0][:0]).dtype
+    whole = torch.empty(sum(map(len, arrays)), dtype=kind, pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=whole.numpy())
+    return whole.to(device, non_blocking=True)
 
 
 def _to_host(*tensors: Tensor) -> Callable[[], list[np.ndarray]]:

@@ -348,12 +348,19 @@ class Replica:
                 for entry, old, new in zip(group, olds, news, strict=True)
             ]
 
-        with ThreadPoolExecutor(self._threads) as pool, StreamReader(self.store, manifest) as reader:
+        known = next((self.target.read(live) for live, *_ in plan.values()), None)
+        with (
+            ThreadPoolExecutor(self._threads) as pool,
+            ThreadPoolExecutor(1) as one_thread,
+            StreamReader(self.store, manifest) as reader,
+        ):
+            # Of several threads that launch a device's kernels, each waits for the others.
+            staging_pool = pool if known is None or isinstance(known, Bits) else one_thread
             pending: list[tuple[list[Entry], Future[list[staging.Staged]]]] = []
             for group in groups(manifest.tensors):
                 content = reader.read(group[0].start, group[0].size)
                 chunks = staging.begin(group, content, pool)  # before `one`, which waits for them: first in, first out
-                pending.append((group, pool.submit(one, group, content, chunks)))
+                pending.append((group, staging_pool.submit(one, group, content, chunks)))
             decoded = (pair for group, made in pending for pair in zip(group, made.result(), strict=True))
             named = ((entry.name, new) for entry, new in decoded)
             staged.update(staging.hashed(named, lambda name: self._live(plan[name][0])) if hashes else named)

@@ -108,7 +108,7 @@ def hashed(named: Iterable[tuple[str, Staged]], live: Callable[[str], Any]) -> I
         from rlloop.sync import device  # Triton's
 
         hashing = hashing or device.Digests()
-        hashing.add(name, device.patched(live(name), new.change))
+        hashing.add_patched(name, live(name), new.change)
         rest[name] = new.change
     if hashing is not None:
         yield from ((name, Staged(rest[name], digest)) for name, digest in hashing.all().items())

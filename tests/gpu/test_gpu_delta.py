@@ -83,9 +83,11 @@ def test_changes_outside_of_the_tensor_are_refused():
     for class_, gap in ((0x3F80 >> 7, 1000), (0x3F80 >> 7, 2**32 - 1), (3, 0)):
         counts[:] = 0
         counts[class_] = 1
-        changes = Changes(counts, np.array([gap], np.uint32), np.array([0], np.uint32))
+        patch = device.patch_of([Changes(counts, np.array([gap], np.uint32), np.array([0], np.uint32))], old)
+        hashing = device.Digests()
+        hashing.add_patched("weight", old, patch)
         with pytest.raises(codec.CodecError, match="outside"):
-            device.patch_of([changes], old)
+            hashing.all()
 
 
 def test_what_memory_does_not_hold_is_noticed():
