@@ -263,6 +263,11 @@ class Model(nn.Module):
     def _with_own_adapter(self, ops: Ops) -> Ops:
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
+    def _ops_of_forward(self, adapters: AdapterSlots | None) -> Ops:
+        """The operations of one forward; `adapters` None: the model's own."""
+        own = self.ops.adapters
+        return self.ops.with_adapters(own and own.renewed() if adapters is None else adapters)
+
     def adapter_targets(self) -> dict[str, Target]:
         """The weights that adapters can adapt, by name: all of the model's, on each rank."""
         heads = None if self.config.latent is None else self.config.num_heads
@@ -278,7 +283,7 @@ class Model(nn.Module):
         those of its own tokens of the vocabulary, as `output` takes them."""
         if not self.stage.last:
             return hidden.new_empty(len(hidden), 0, dtype=torch.float32)
-        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        ops = self._ops_of_forward(adapters)
         return ops.logits(hidden, self.head, self._head_parameter)
 
     def check_adapts(self) -> None:
@@ -338,7 +343,7 @@ class Model(nn.Module):
         if positions.ndim == 2 and sections is not None:
             cos, sin = turned_by_axis(self.rope.table, positions, sections)  # a row a token
             rope, positions = (cos, sin), torch.arange(len(tokens), device=tokens.device)
-        ops = self.ops if adapters is None else self.ops.with_adapters(adapters)
+        ops = self._ops_of_forward(adapters)
         step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
         cp = self.context.ranks("cp")
         if cp.size > 1:  # each rank computes its own range of the tokens

@@ -187,6 +187,9 @@ class Factors:
     ranks: torch.Tensor  # [S] int64, at most r; 0: the slot has no factors of this weight
 
 
+BLANKS = 1 << 20  # numbers that are filled at once: few launches a forward
+
+
 class AdapterSlots:
     """Adapter slot of each row of a forward."""
 
@@ -201,6 +204,7 @@ class AdapterSlots:
         `single`: the rows are known to have at most one slot with factors, below all others that they have.
         """
         self._factors, self._slots, self._kept = factors, slots, dict[tuple[Any, ...], Any]()
+        self._blank: torch.Tensor | None = None
         self.single = single or slots is None
 
     def kept(self, make: Callable[[torch.Tensor], Any], *key: Any) -> Any:
@@ -209,6 +213,21 @@ class AdapterSlots:
         if key not in self._kept:
             self._kept[key] = make(self._slots)
         return self._kept[key]
+
+    def keeps(self, *key: Any) -> bool:
+        return key in self._kept
+
+    def blank(self, count: int, device: torch.device) -> torch.Tensor:
+        """[count] int16, all -1, that nothing else has had: for work that shows what is there by writing it. A forward
+        that a CUDA graph records needs slots of its own, since each replay has to fill its memory."""
+        if self._blank is None or len(self._blank) < count:
+            self._blank = torch.full((max(count, BLANKS),), -1, dtype=torch.int16, device=device)
+        piece, self._blank = self._blank[:count], self._blank[count:]
+        return piece
+
+    def renewed(self) -> AdapterSlots:
+        """The same slots for another forward."""
+        return AdapterSlots(self._factors, self._slots, self.single)
 
     @property
     def uniform(self) -> bool:

@@ -142,8 +142,9 @@ def one_adapter(
     if not few.takes(factors):
         return None
     slots = None if which.uniform else which.slots(x)
-    sole = None if slots is None else which.kept(lambda slots: slots.amin(0, keepdim=True))
-    adapter = few.Adapter(factors, slots, sole)
+    ahead = slots is None or which.keeps("sole")
+    sole = None if slots is None else which.kept(lambda slots: slots.amin(0, keepdim=True), "sole")
+    adapter = few.Adapter(factors, which, slots, sole, ahead)
     if gated:
         tables = small_batch_tiles.TABLE_GATED, small_batch_tiles.TABLE_ADAPTED_GATED
     elif len(weights) == 3:

@@ -8,8 +8,7 @@ whose outputs lie end to end (queries, keys and values), or two whose outputs me
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,143 +27,27 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.small_batch_adapters import (
+    END_TO_END,
+    GATED,
+    LEFT_ROWS,
+    ONE,
+    REDUCED_WIDTH,
+    copy_tile,
+    reduce,
+    reduced,
+)
 from rlloop.numerics.kernels.triton.small_batch_tiles import Tiles
-from rlloop.numerics.layout import Factors
-
-LEFT_ROWS = gl.constexpr(64)  # of the tensor core's left operand
-
-
-ONE, END_TO_END, GATED = (gl.constexpr(i) for i in range(3))  # how a launch uses its weights
-
+from rlloop.numerics.layout import AdapterSlots, Factors
 
 @gluon.jit
-def _copy_tile(
-    first, second, third, tile, second_tile, arrived, row, k, w_index, FORM: gl.constexpr, wanted,
+def _multiplied(
+    begin, end, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, row, w_row, w_index, sums, ups,
+    FORM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of a weight's tile from its row `row` and column k on, if it is `wanted`; of weights end to end
-    it is that of number `w_index`, and GATED wants both."""
-    if FORM == END_TO_END:
-        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted & (w_index == 0))
-        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted & (w_index == 1))
-        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted & (w_index == 2))
-    else:
-        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted)
-    if FORM == GATED:
-        tma.async_copy_global_to_shared(second, [row, k], arrived, second_tile, wanted)
-
-
-@gluon.jit
-def _fetch(
-    xs, first, second, third, first_down, second_down, third_down, x_tile, w_tile, u_tile, arrived, row, w_row, k,
-    w_index, reduces, FORM: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr, RANK: gl.constexpr, wanted,
-):  # fmt: skip
-    """Starts the copy of one stage, if it is `wanted`; who `reduces` has factors A in place of weights."""
-    mbarrier.expect(arrived, BYTES, wanted)
-    if RANK > 0:
-        _copy_tile(
-            first_down, second_down, third_down, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted & reduces
-        )  # fmt: skip
-        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted & (reduces == 0))
-    else:
-        _copy_tile(first, second, third, w_tile, u_tile, arrived, w_row, k, w_index, FORM, wanted)
-    tma.async_copy_global_to_shared(xs, [row, k], arrived, x_tile.slice(0, ROWS), wanted)
-
-
-@gluon.jit
-def _reduced(
-    z, first_row, rows, ROWS: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """A tile of z in shared memory. It was written by other programs of this launch, past this one's L1."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANK, RANK // 8], [4, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
-    column = gl.expand_dims(gl.arange(0, RANK, gl.SliceLayout(0, WIDE)), 0)
-    at = z + (first_row + row).to(gl.int64) * RANK + column
-    values = gl.load(at, (row < ROWS) & (first_row + row < rows) & (column < RANK), 0.0, cache_modifier=".cg")
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
-    return gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, values)
-
-
-@gluon.jit(do_not_specialize=["rows"])
-def _few_rows(
-    xs, first, second, third, first_down, second_down, third_down, first_up, second_up, third_up, z, slots, sole,
-    progress, bias, out, second_out, third_out, rows, outputs, width, addresses, stride, rank, FIRST: gl.constexpr,
-    SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
-    SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, PLACES: gl.constexpr,
-    RANK: gl.constexpr, HAS_SLOTS: gl.constexpr,
-):  # fmt: skip
-    """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
-
-    `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
-    multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
-
-    RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T of each
-    tile of rows, as products with A in a weight's place; the others, which begin meanwhile, have z before their sums
-    go on. `progress` counts, by tile of rows, the parts of z that are there and the programs that know it: the last of
-    them sets both to 0. Rows whose slot is not `sole` get zeros, which leave a sum as it is.
-    """
-    HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
-    LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
-    RIGHT: gl.constexpr = HEIGHT if SWAPPED else OUTPUTS
-    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * OUTPUTS) * WIDTH * 2
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
-    Z_TILES: gl.constexpr = (RANK + OUTPUTS - 1) // OUTPUTS
-    Z_TASKS: gl.constexpr = Z_TILES * (3 if FORM == END_TO_END else 1)
-    row_tiles = gl.cdiv(rows, ROWS)
-    first_row = gl.program_id(0) % row_tiles * ROWS
-    task = gl.program_id(0) // row_tiles - Z_TASKS
-    reduces = task < 0
-    if FORM == END_TO_END:
-        w_index = (task * OUTPUTS >= FIRST).to(gl.int32) + (task * OUTPUTS >= FIRST + SECOND).to(gl.int32)
-        begins = gl.where(w_index == 0, 0, gl.where(w_index == 1, FIRST, FIRST + SECOND))
-    else:
-        w_index, begins = 0, 0
-    first_output = task * OUTPUTS - begins
-    w_row = first_output
-    x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
-    w_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
-    u_tiles = w_tiles
-    if FORM == GATED:
-        u_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES + 1):
-        mbarrier.init(arrived.index(stage), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    if RANK > 0:
-        slot = 0
-        if HAS_SLOTS:
-            slot = gl.load(sole).to(gl.int32)
-        if reduces:
-            w_index = (task + Z_TASKS) // Z_TILES
-            first_output = (task + Z_TASKS) % Z_TILES * OUTPUTS
-            w_row = slot * rank + first_output
-        own_outputs = outputs
-        if FORM == END_TO_END:
-            own_outputs = gl.where(w_index == 0, FIRST, gl.where(w_index == 1, SECOND, outputs - FIRST - SECOND))
-        up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
-        second_up_tile = up_tile
-        if FORM == GATED:
-            second_up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
-        mbarrier.expect(
-            arrived.index(STAGES), (2 if FORM == GATED else 1) * OUTPUTS * RANK * 2, reduces == 0
-        )  # fmt: skip
-        _copy_tile(
-            first_up, second_up, third_up, up_tile, second_up_tile, arrived.index(STAGES),
-            slot * own_outputs + first_output, 0, w_index, FORM, reduces == 0,
-        )  # fmt: skip
-    steps = gl.cdiv(width, WIDTH)
-    for stage in gl.static_range(STAGES):
-        _fetch(
-            xs, first, second, third, first_down, second_down, third_down, x_tiles.index(stage), w_tiles.index(stage),
-            u_tiles.index(stage), arrived.index(stage), first_row, w_row, stage * WIDTH, w_index, reduces, FORM, ROWS,
-            BYTES, RANK, stage < steps,
-        )  # fmt: skip
-    sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
-    ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
-    for step in range(steps):
+    """The sums after these steps of K, of which the last may still be under way."""
+    for step in range(begin, end):
         here = step % STAGES
         mbarrier.wait(arrived.index(here), step // STAGES & 1)
         x_tile = x_tiles.index(here)
@@ -180,55 +63,148 @@ def _few_rows(
             sums = warpgroup_mma_wait(1, deps=[sums])
         # The step before is done with its place.
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
-        _fetch(
-            xs, first, second, third, first_down, second_down, third_down, x_tiles.index(free), w_tiles.index(free),
-            u_tiles.index(free), arrived.index(free), first_row, w_row, coming * WIDTH, w_index, reduces, FORM, ROWS,
-            BYTES, RANK, (step > 0) & (coming < steps),
+        wanted = (step > 0) & (coming < steps)
+        mbarrier.expect(arrived.index(free), BYTES, wanted)
+        copy_tile(
+            first, second, third, w_tiles.index(free), u_tiles.index(free), arrived.index(free), w_row, coming * WIDTH,
+            w_index, FORM, wanted,
         )  # fmt: skip
-    # At once: with other instructions in between, the assembler makes every product wait for the one before.
+        tma.async_copy_global_to_shared(
+            xs, [row, coming * WIDTH], arrived.index(free), x_tiles.index(free).slice(0, ROWS), wanted
+        )
+    return sums, ups
+
+
+@gluon.jit
+def _landed(sums, ups, FORM: gl.constexpr):
     if FORM == GATED:
         sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
     else:
         sums = warpgroup_mma_wait(0, deps=[sums])
-    left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
-    if SWAPPED:
-        row, output = gl.expand_dims(right, 0), gl.expand_dims(first_output + left, 1)
-    else:
-        row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
+    return sums, ups
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _few_rows(
+    xs, first, second, third, z_xs, first_down, second_down, third_down, first_up, second_up, third_up, z, slots, sole,
+    bias, out, second_out, third_out, rows, outputs, width, addresses, stride, rank, FIRST: gl.constexpr,
+    SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
+    SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    PLACES: gl.constexpr, RANK: gl.constexpr, Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr, Z_STAGES: gl.constexpr,
+    LATE: gl.constexpr, HAS_SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
+
+    `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
+    multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
+    AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them.
+
+    RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
+    which begin meanwhile, take it before their last LATE steps, while what these need is on its way.
+    """
+    HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
+    LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
+    RIGHT: gl.constexpr = HEIGHT if SWAPPED else OUTPUTS
+    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * OUTPUTS) * WIDTH * 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
+    if EARLY and not AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
+    task, slot = gl.program_id(0), 0
     if RANK > 0:
-        ready = progress + first_row // ROWS * 2
-        if reduces:
-            inside = (row < ROWS) & (first_row + row < rows) & (output < RANK)
-            has = inside & (output < rank)
-            if HAS_SLOTS:
-                has = has & (gl.load(slots + first_row + row, (row < ROWS) & (first_row + row < rows), -1) == slot)
-            at = z + ((w_index * rows + first_row + row) * RANK).to(gl.int64) + output
-            gl.store(at, gl.where(has, sums, 0.0).to(z.dtype.element_ty), inside)
-            if FORM == GATED:
-                gl.store(at + rows * RANK, gl.where(has, ups, 0.0).to(z.dtype.element_ty), inside)
-            gl.thread_barrier()
-            gl.atomic_add(ready, 1, sem="release")
+        reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * (3 if FORM == END_TO_END else 2 if FORM == GATED else 1)
+        if HAS_SLOTS:
+            slot = gl.load(sole).to(gl.int32)
+        if task < reducing:
+            reduce(
+                z_xs, first_down, second_down, third_down, z, slots, slot, rows, width, rank, FORM, Z_ROWS, Z_OUTPUTS,
+                Z_STAGES, EARLY, AHEAD, RANK, HAS_SLOTS,
+            )  # fmt: skip
             return
-        while gl.atomic_add(ready, 0, sem="acquire") < Z_TASKS:
-            pass
-        gl.thread_barrier()
-        z_tile = _reduced(z + w_index.to(gl.int64) * rows * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
-        second_z_tile = z_tile
+        task -= reducing
+    row_tiles = gl.cdiv(rows, ROWS)
+    first_row = task % row_tiles * ROWS
+    task = task // row_tiles
+    if FORM == END_TO_END:
+        w_index = (task * OUTPUTS >= FIRST).to(gl.int32) + (task * OUTPUTS >= FIRST + SECOND).to(gl.int32)
+        begins = gl.where(w_index == 0, 0, gl.where(w_index == 1, FIRST, FIRST + SECOND))
+    else:
+        w_index, begins = 0, 0
+    first_output = task * OUTPUTS - begins
+    x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
+    w_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
+    u_tiles = w_tiles
+    if FORM == GATED:
+        u_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES + 1):
+        mbarrier.init(arrived.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    steps = gl.cdiv(width, WIDTH)
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
+        copy_tile(
+            first, second, third, w_tiles.index(stage), u_tiles.index(stage), arrived.index(stage), first_output,
+            stage * WIDTH, w_index, FORM, stage < steps,
+        )  # fmt: skip
+        if not (EARLY and AHEAD):
+            tma.async_copy_global_to_shared(
+                xs, [first_row, stage * WIDTH], arrived.index(stage), x_tiles.index(stage).slice(0, ROWS), stage < steps
+            )
+    if RANK > 0:
+        own_outputs = outputs
+        if FORM == END_TO_END:
+            own_outputs = gl.where(w_index == 0, FIRST, gl.where(w_index == 1, SECOND, outputs - FIRST - SECOND))
+        up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+        second_up_tile = up_tile
         if FORM == GATED:
-            second_z_tile = _reduced(z + rows.to(gl.int64) * RANK, first_row, rows, ROWS, HEIGHT, RANK, xs.dtype)
-        fence_async_shared()
-        gl.thread_barrier()
+            second_up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+        mbarrier.expect(arrived.index(STAGES), (2 if FORM == GATED else 1) * OUTPUTS * RANK * 2)
+        copy_tile(
+            first_up, second_up, third_up, up_tile, second_up_tile, arrived.index(STAGES),
+            slot * own_outputs + first_output, 0, w_index, FORM, True,
+        )  # fmt: skip
+    if EARLY and AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
+        for stage in gl.static_range(STAGES):
+            tma.async_copy_global_to_shared(
+                xs, [first_row, stage * WIDTH], arrived.index(stage), x_tiles.index(stage).slice(0, ROWS), stage < steps
+            )
+    sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
+    ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
+    if RANK > 0:
+        early = gl.maximum(steps - LATE, 0)
+        sums, ups = _multiplied(
+            0, early, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
+            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
+        )  # fmt: skip
+        sums, ups = _landed(sums, ups, FORM)
+        z_tile, second_z_tile = reduced(z, w_index, first_row, rows, FORM, ROWS, HEIGHT, RANK, xs.dtype)
         mbarrier.wait(arrived.index(STAGES), 0)
+        sums, ups = _multiplied(
+            early, steps, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
+            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
+        )  # fmt: skip
         if SWAPPED:
             sums = warpgroup_mma(up_tile, z_tile.permute((1, 0)), sums, is_async=True)
             if FORM == GATED:
                 ups = warpgroup_mma(second_up_tile, second_z_tile.permute((1, 0)), ups, is_async=True)
         else:
             sums = warpgroup_mma(z_tile, up_tile.permute((1, 0)), sums, is_async=True)
-        if FORM == GATED:
-            sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
-        else:
-            sums = warpgroup_mma_wait(0, deps=[sums])
+    else:
+        sums, ups = _multiplied(
+            0, steps, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
+            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
+        )  # fmt: skip
+    # At once: with other instructions in between, the assembler makes every product wait for the one before.
+    sums, ups = _landed(sums, ups, FORM)
+    left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
+    if SWAPPED:
+        row, output = gl.expand_dims(right, 0), gl.expand_dims(first_output + left, 1)
+    else:
+        row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
     if FORM == GATED:
         g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
         sums = g / (1.0 + gl.exp(-g)) * u
@@ -256,11 +232,6 @@ def _few_rows(
         inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
         for index in gl.static_range(PLACES):
             gl.store(gl.multiple_of(gl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
-    if RANK > 0:
-        ready = progress + first_row // ROWS * 2
-        if gl.atomic_add(ready + 1, 1) == gl.num_programs(0) // row_tiles - Z_TASKS - 1:
-            gl.store(ready, 0)
-            gl.store(ready + 1, 0)
 
 
 _layouts: dict[tuple[int, int], Any] = {}
@@ -276,21 +247,13 @@ class Adapter(NamedTuple):
     """The one adapter that the rows of a launch have, or some of them."""
 
     factors: tuple[Factors, ...]  # of each weight, all of one rank
+    which: AdapterSlots
     slots: Tensor | None  # [T] int64; None: all rows have slot 0
     sole: Tensor | None  # [1] int64, the slot that is the adapter's
+    ahead: bool  # `sole` is there before the launch's predecessor has ended
 
 
-PROGRESS = 1 << 16  # counters of a device, which launches take in turn
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
-_progress: dict[int, tuple[Tensor, Iterator[int]]] = {}
-
-
-def _counters(device: torch.device, count: int) -> Tensor:
-    """So many zeros, which the launch leaves as zeros. Few launches run at once, and a recorded graph keeps its own."""
-    if device.index not in _progress:
-        _progress[device.index] = torch.zeros(PROGRESS, dtype=torch.int32, device=device), itertools.count()
-    counters, turn = _progress[device.index]
-    return counters[next(turn) % (PROGRESS // count) * count :]
 
 
 @functools.cache
@@ -317,39 +280,42 @@ def _launch(
     rows, width = x.shape
     outputs = len(weights[0]) if form == GATED.value else sum(map(len, weights))
     described = [_described(aligned(weight), tiles.outputs, tiles.width) for weight in weights]
-    downs, ups, rank, columns, tasks = described, described, 0, 0, 0
+    downs, ups, rank, columns, z_programs = described, described, 0, 0, 0
     out, second_out, third_out = (outs * 3)[:3]
-    z = slots = sole = progress = out
-    stages, row_tiles = tiles.stages, triton.cdiv(rows, tiles.rows)
+    z = slots = sole = out
+    z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
+    z_rows, part, z_stages, stages, ahead = tiles.rows, 0, 0, tiles.stages, False
+    row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
-        rank = adapter.factors[0].down.shape[1]
+        rank, ahead = adapter.factors[0].down.shape[1], adapter.ahead
         columns = max(16, triton.next_power_of_2(rank))
-        downs = [_described(aligned(each.down).flatten(0, 1), tiles.outputs, tiles.width) for each in adapter.factors]
+        z_rows, part, z_width = min(tiles.rows, LEFT_ROWS.value), min(tiles.part, columns), REDUCED_WIDTH.value
+        z_xs = _described(aligned(x), z_rows, z_width)
+        downs = [_described(aligned(each.down).flatten(0, 1), part, z_width) for each in adapter.factors]
         ups = [_described(aligned(each.up).flatten(0, 1), tiles.outputs, columns) for each in adapter.factors]
-        z = x.new_empty(len(weights), rows, columns)
-        progress = _counters(x.device, triton.next_power_of_2(2 * row_tiles))
+        z = adapter.which.blank(len(weights) * rows * columns, x.device)
         if adapter.slots is not None and adapter.sole is not None:
             slots, sole = adapter.slots, adapter.sole
-        tasks = triton.cdiv(columns, tiles.outputs) * (3 if form == END_TO_END.value else 1)
+        z_programs = triton.cdiv(rows, z_rows) * columns // part * len(weights)
         height, both = tiles.rows if tiles.swapped else LEFT_ROWS.value, 2 if form == GATED.value else 1
-        kept = both * (height + tiles.outputs) * columns * 2 + 1024
-        stage, programs = (height + both * tiles.outputs) * tiles.width * 2, tasks + triton.cdiv(outputs, tiles.outputs)
+        kept = both * (height + tiles.outputs) * columns * 2 + 2048
+        stage, programs = (height + both * tiles.outputs) * tiles.width * 2, row_tiles * (outputs // tiles.outputs)
         # z's programs may be the ones that no longer find a place of their own: two share one if they can.
-        room = SHARED if row_tiles * programs <= processors(x.device) or 3 * stage + kept > SHARED // 2 else SHARED // 2
-        stages = min(stages, (room - kept) // stage)
+        alone = programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2
+        stages = min(stages, ((SHARED if alone else SHARED // 2) - kept) // stage)
+        z_stages = min(8, (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2))
     first, second, third = (described * 3)[:3]
     first_down, second_down, third_down = (downs * 3)[:3]
     first_up, second_up, third_up = (ups * 3)[:3]
     stride = outputs if form == END_TO_END.value else out.stride(0)
-    _few_rows[(row_tiles * (triton.cdiv(outputs, tiles.outputs) + tasks),)](
-        _described(aligned(x), tiles.rows, tiles.width), first, second, third, first_down, second_down, third_down,
-        first_up, second_up, third_up, z, slots, sole, progress, out if bias is None else aligned(bias), out,
-        second_out, third_out, rows, outputs, width, out if addresses is None else addresses, stride, rank,
-        FIRST=len(weights[0]), SECOND=len((weights * 2)[1]), FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
-        PLACES=0 if addresses is None else len(addresses), RANK=columns,
-        HAS_SLOTS=adapter is not None and adapter.slots is not None, num_warps=4, launch_pdl=tiles.early,
-        enable_fp_fusion=form != GATED.value,
+    _few_rows[(row_tiles * triton.cdiv(outputs, tiles.outputs) + z_programs,)](
+        xs, first, second, third, z_xs, first_down, second_down, third_down, first_up, second_up, third_up, z, slots,
+        sole, out if bias is None else aligned(bias), out, second_out, third_out, rows, outputs, width,
+        out if addresses is None else addresses, stride, rank, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]),
+        FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages,
+        HAS_BIAS=bias is not None, EARLY=tiles.early, AHEAD=ahead, PLACES=0 if addresses is None else len(addresses),
+        RANK=columns, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=tiles.late if columns else 0,
+        HAS_SLOTS=slots is not out, num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 
 

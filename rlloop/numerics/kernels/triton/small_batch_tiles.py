@@ -14,6 +14,8 @@ class Tiles(NamedTuple):
     swapped: bool  # weights on the left
     stages: int
     early: bool = True  # the launch begins before its predecessor has ended
+    late: int = 2  # with an adapter: steps of K that come after z was taken
+    part: int = 32  # columns of z that a program makes
 
 
 TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are faster
