@@ -63,7 +63,8 @@ class AdapterRegistry:
     base_digest: str | None = None  # of the base's stored weights, once computed
 
     def __post_init__(self) -> None:
-        self._configured, self._moves = False, 0
+        self._configured = False
+        self.moves = 0  # times that slots were reallocated; CUDA graphs captured before one read stale addresses
         self._newest: dict[str, LoadedAdapter] = {}
         self._versions: dict[str, int] = {}
         self._resident: OrderedDict[LoadedAdapter, int] = OrderedDict()  # least recently used first
@@ -133,7 +134,7 @@ class AdapterRegistry:
         if self._configured:
             slots, max_rank = max(slots, self.slots), max(max_rank, self.max_rank)
         if slots != self.slots:
-            self._moves = self.moves + 1
+            self.moves += 1
             self._stores.clear()
             self._resident.clear()
         self._configured, self.slots, self.max_rank = True, slots, max_rank
@@ -156,8 +157,7 @@ class AdapterRegistry:
             for name in adapter.factors:  # an adapter in training is in no registry
                 if name not in self._stores:
                     self._stores[name] = _Store(adapter.targets[name], self.slots)
-            for name, store in self._stores.items():
-                store.write(slot, adapter.factors.get(name))
+            self.moves += sum(store.write(slot, adapter.factors.get(name)) for name, store in self._stores.items())
             self._resident[adapter] = slot  # a live adapter's last version may be evicted
             self.stats.swaps += 1
             self.stats.swap_bytes += sum(x.nbytes for pair in adapter.factors.values() for x in pair)
@@ -169,27 +169,24 @@ class AdapterRegistry:
         factors = {
             id(store.target.weight): store.factors for store in self._stores.values() if store.factors is not None
         }
-        return AdapterSlots(factors, torch.where(slots < 0, self.slots, slots), single)  # type: ignore[arg-type]
-
-    @property
-    def moves(self) -> int:
-        """Number of times that slots were reallocated; CUDA graphs captured before a move read stale addresses."""
-        return self._moves + sum(store.moves for store in self._stores.values())
+        return AdapterSlots(factors, slots.remainder(self.slots + 1), single)
 
 
 class _Store:
     """The slots of one target, sized for the largest rank so far, rounded up to `STEP`."""
 
     def __init__(self, target: Target, slots: int) -> None:
-        self.target, self._slots, self.moves = target, slots, 0
+        self.target, self._slots = target, slots
         self.factors: Factors | None = None
 
-    def write(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
+    def write(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> bool:
+        """Returns True if all slots had to move."""
         rank = 0 if pair is None else pair[0].shape[-2]
-        if pair is not None and (self.factors is None or rank > self.factors.down.shape[-2]):
+        moves = pair is not None and (self.factors is None or rank > self.factors.down.shape[-2])
+        if moves:
             self._widen(-(-rank // STEP) * STEP)
         if self.factors is None:
-            return
+            return False
         self.factors.ranks[slot] = rank
         if pair is None:  # kernels that ignore a row's rank read zeros
             for each in self._of_slot(self.factors, slot):
@@ -200,6 +197,7 @@ class _Store:
             down[..., rank:, :] = 0
             up[..., :rank].copy_(pair[1], non_blocking=True)
             up[..., rank:] = 0
+        return moves
 
     def _of_slot(self, factors: Factors, slot: int) -> tuple[Tensor, Tensor]:
         by_group = self.target.experts is not None
@@ -228,4 +226,4 @@ class _Store:
             wide.down[..., :narrow, :] = self.factors.down
             wide.up[..., :narrow] = self.factors.up
             wide = replace(wide, ranks=self.factors.ranks)
-        self.factors, self.moves = wide, self.moves + 1
+        self.factors = wide

@@ -303,7 +303,7 @@ def _launch(
         # z's programs may be the ones that no longer find a place of their own: two share one if they can.
         alone = programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2
         stages = min(stages, ((SHARED if alone else SHARED // 2) - kept) // stage)
-        z_stages = min(8, (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2))
+        z_stages = max(2, min(8, (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2)))
     first, second, third = (described * 3)[:3]
     first_down, second_down, third_down = (downs * 3)[:3]
     first_up, second_up, third_up = (ups * 3)[:3]
