@@ -41,12 +41,16 @@ def copy_tile(
 
 
 @gluon.jit
-def _copy_factor(first, second, third, tile, arrived, row, k, w_index, FORM: gl.constexpr, wanted):
-    tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted & (w_index == 0))
-    if FORM != ONE:
-        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted & (w_index == 1))
-    if FORM == END_TO_END:
-        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted & (w_index == 2))
+def _copy_factor(first, second, third, tile, arrived, row, k, w_index, FORM: gl.constexpr):
+    # Branches, since each copy makes the whole program meet, wanted or not.
+    if FORM == ONE:
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile)
+    elif w_index == 0:
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile)
+    elif w_index == 1:
+        tma.async_copy_global_to_shared(second, [row, k], arrived, tile)
+    else:
+        tma.async_copy_global_to_shared(third, [row, k], arrived, tile)
 
 
 @gluon.jit
@@ -74,11 +78,11 @@ def reduce(
     gl.thread_barrier()
     steps, row = gl.cdiv(width, WIDTH), slot * rank + first_output
     for stage in gl.static_range(STAGES):
-        mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
-        _copy_factor(
-            first, second, third, tiles.index(stage), arrived.index(stage), row, stage * WIDTH, w_index, FORM,
-            stage < steps,
-        )  # fmt: skip
+        if stage < steps:
+            mbarrier.expect(arrived.index(stage), BYTES)
+            _copy_factor(
+                first, second, third, tiles.index(stage), arrived.index(stage), row, stage * WIDTH, w_index, FORM
+            )
     if EARLY and AHEAD:
         gdc_wait()
         gdc_launch_dependents()
@@ -94,14 +98,14 @@ def reduce(
         sums = warpgroup_mma_wait(1, deps=[sums])
         # The step before is done with its place.
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
-        wanted = (step > 0) & (coming < steps)
-        mbarrier.expect(arrived.index(free), BYTES, wanted)
-        _copy_factor(
-            first, second, third, tiles.index(free), arrived.index(free), row, coming * WIDTH, w_index, FORM, wanted
-        )
-        tma.async_copy_global_to_shared(
-            xs, [first_row, coming * WIDTH], arrived.index(free), x_tiles.index(free).slice(0, ROWS), wanted
-        )
+        if (step > 0) & (coming < steps):
+            mbarrier.expect(arrived.index(free), BYTES)
+            _copy_factor(
+                first, second, third, tiles.index(free), arrived.index(free), row, coming * WIDTH, w_index, FORM
+            )
+            tma.async_copy_global_to_shared(
+                xs, [first_row, coming * WIDTH], arrived.index(free), x_tiles.index(free).slice(0, ROWS)
+            )
     sums = warpgroup_mma_wait(0, deps=[sums])
     row = gl.expand_dims(gl.arange(0, LEFT_ROWS, gl.SliceLayout(1, SUMS)), 1)
     output = first_output + gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(0, SUMS)), 0)
@@ -120,7 +124,9 @@ def reduced(
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Tiles of z in shared memory once they are made: that of a weight, and GATED of the second one, too."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // RANK, RANK // 8], [4, 1], [1, 0])
+    # No number is loaded by two threads, which might see it at different times.
+    EACH: gl.constexpr = min(8, HEIGHT * RANK // 128)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // RANK, RANK // EACH], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
     row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
     inside = (row < ROWS) & (first_row + row < rows)
