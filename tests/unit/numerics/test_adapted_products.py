@@ -72,6 +72,22 @@ def test_neighbours_and_order_leave_the_bits_alone(dtype):
     assert not same(uniform[2:], whole[2:4])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "sizes"), [(64, (128, 64, 64)), (136, (40, 24, 72))])
+def test_weights_of_one_input_have_the_bits_of_each(width, sizes, dtype):
+    slots = SLOTS.repeat(4)
+    x, weights = randn(len(slots), width, seed=0, dtype=dtype), [randn(n, width, seed=n, dtype=dtype) for n in sizes]
+    table = {id(each): factors(len(each), width, RANKS, dtype=dtype, seed=len(each)) for each in weights}
+    ops = OPS.with_adapters(AdapterSlots(table, slots))
+    with torch.no_grad():
+        apart = [ops.linear(x, each) for each in weights]
+        assert all(map(same, ops.qkv_linear(x, *weights), apart))
+        pair = weights[1], randn(sizes[1], width, seed=9, dtype=dtype)
+        ops = OPS.with_adapters(AdapterSlots({**table, id(pair[1]): table[id(pair[0])]}, slots))
+        wanted = ops.silu_mul(*(ops.linear(x, each) for each in pair))
+        assert same(ops.gated_linear(x, *pair), wanted)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_without_an_adapter_or_with_b_zero_the_base_has_its_bits(dtype):
     x, weight = randn(9, 2300, seed=0, dtype=dtype), randn(50, 2300, seed=1, dtype=dtype)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 CASES = {
+    "adapters": ["tests/unit/numerics/test_adapted_products.py", "-k", "one_input"],
     "operations": ["tests/unit/numerics/test_vision_operations.py"],
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],
     "shared prefixes": ["tests/unit/numerics/test_shared_prefixes.py", "-k", "added_up or latents"],

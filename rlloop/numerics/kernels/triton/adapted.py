@@ -9,6 +9,8 @@ Where nothing has a gradient, rows are sorted by adapter once a forward (`adapte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,8 @@ from rlloop.numerics.kernels.triton import grouped, small_batch_tiles
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
 from rlloop.numerics.kernels.triton.packed import sums
-from rlloop.numerics.kernels.triton.sorting import sorted_by_group
+from rlloop.numerics.kernels.triton.several_adapters import several_adapters
+from rlloop.numerics.kernels.triton.sorting import Groups, sorted_by_group
 from rlloop.numerics.layout import AdapterSlots, Factors
 
 ROWS, OUTPUTS, TERMS = 64, 64, 16
@@ -106,13 +109,17 @@ def _continue_sorted(
         tl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
+def _sorted(factors: Factors, which: AdapterSlots, dtype: torch.dtype) -> tuple[Tensor, Groups]:
+    """Rows by slot, once a forward."""
+    count = len(factors.ranks)
+    return which.kept(lambda slots: sorted_by_group(slots, count, dtype), count, dtype)
+
+
 def adapted_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, factors: Factors, which: AdapterSlots
 ) -> Tensor:
     """x [T, K] times weight [N, K], each row with its slot's adapter -> [T, N] in `dtype`; for forwards alone."""
-    order, groups = which.kept(
-        lambda slots: sorted_by_group(slots, len(factors.ranks), x.dtype), len(factors.ranks), x.dtype
-    )
+    order, groups = _sorted(factors, which, x.dtype)
     z = grouped.product(x, factors.down, groups, len(x), order=order, gather=1, scatter=True)
     base = sums(x, weight, True, None, torch.float32)
     out = base if dtype == torch.float32 else base.new_empty(base.shape, dtype=dtype)
@@ -126,21 +133,36 @@ def adapted_rows(
     return out
 
 
+def one_rank(factors: Sequence[Factors]) -> bool:
+    """True if one launch can multiply by weights with these factors."""
+    if any(each.down.dim() != 3 for each in factors):
+        return False
+    downs, ups = ([getattr(each, name) for each in factors] for name in ("down", "up"))
+    rank = downs[0].shape[1]
+    return rank % 8 == 0 and rank <= 128 and all(
+        down.shape[1] == rank and down.is_contiguous() and up.is_contiguous() and up.itemsize == 2
+        for down, up in zip(downs, ups, strict=True)
+    )  # fmt: skip
+
+
 def one_adapter(
     x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype, factors: tuple[Factors, ...],
     which: AdapterSlots, gated: bool,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """Few rows of x [T, K] times weights [N, K] with one adapter -> [T, N] each, or [T, F] if `gated`."""
+    """Few rows of x [T, K] times weights [N, K] with one adapter -> [T, N] each, or [T, F] if `gated`. Rows with
+    adapters of their own have that of several weights."""
     (rows, width), outputs = x.shape, sum(map(len, weights))
     same = all(weight.dtype == x.dtype for weight in (*weights, *(each.up for each in factors)))
-    if not (which.single and same and rows and x.itemsize == 2 and width and width % 8 == 0 and gluon_runs(x.device)):
+    if not (same and rows and x.itemsize == 2 and width and width % 8 == 0 and one_rank(factors)):
         return None
-    if rows > products.FEW_ROWS and outputs * width > SMALL:
+    if not which.single:
+        if len(weights) == 1 or rows > products.FEW_ROWS or dtype != x.dtype:
+            return None
+        return several_adapters(x, weights, factors, *_sorted(factors[0], which, x.dtype), gated)
+    if not gluon_runs(x.device) or (rows > products.FEW_ROWS and outputs * width > SMALL):
         return None
     from rlloop.numerics.kernels.triton import small_batch_linear as few
 
-    if not few.takes(factors):
-        return None
     slots = None if which.uniform else which.slots(x)
     ahead = slots is None or which.keeps("sole")
     sole = None if slots is None else which.kept(lambda slots: slots.amin(0, keepdim=True), "sole")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,18 +107,21 @@ def _gated(
     tl.store(out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :], activated, (row < rows)[:, None])
 
 
-def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (q_weight, k_weight, v_weight)
+def qkv_linear(
+    x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dtype` of the outputs; None: that of x."""
+    weights, dtype = (q_weight, k_weight, v_weight), dtype or x.dtype
     if gluon_runs(x.device):
         from rlloop.numerics.kernels.triton import small_batch_linear as few
 
         if tiles := small_batch_tiles.tiles_of(small_batch_tiles.TABLE_END_TO_END, x, weights, sum(map(len, weights))):
-            return few.products(x, weights, tiles)
+            return few.products(x, weights, tiles, dtype=dtype)
     tiles = _tiles_for(QKV, x, weights)
     if tiles is None:
-        one, other, last = (product(x, weight, None, x.dtype) for weight in weights)
+        one, other, last = (product(x, weight, None, dtype) for weight in weights)
         return one, other, last
-    one, other, last = (x.new_empty(len(x), len(weight)) for weight in weights)
+    one, other, last = (x.new_empty(len(x), len(weight), dtype=dtype) for weight in weights)
     grid = (sum(map(len, weights)) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)
     _qkv[grid](
         aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(q_weight), SECOND=len(k_weight),

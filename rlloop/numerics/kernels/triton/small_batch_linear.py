@@ -8,7 +8,6 @@ whose outputs lie end to end (queries, keys and values), or two whose outputs me
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -261,18 +260,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def takes(factors: Sequence[Factors | None]) -> bool:
-    """True if one launch can multiply by weights with these factors."""
-    if any(each is None or each.down.dim() != 3 for each in factors):
-        return False
-    downs, ups = ([getattr(each, name) for each in factors] for name in ("down", "up"))
-    rank = downs[0].shape[1]
-    return rank % 8 == 0 and rank <= 128 and all(
-        down.shape[1] == rank and down.is_contiguous() and up.is_contiguous() and up.itemsize == 2
-        for down, up in zip(downs, ups, strict=True)
-    )  # fmt: skip
-
-
 def _launch(
     x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, outs: tuple[Tensor, ...], addresses: Tensor | None,
     tiles: Tiles, form: int, adapter: Adapter | None = None,
@@ -329,10 +316,11 @@ def product(
 
 
 def products(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles, adapter: Adapter | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], tiles: Tiles, adapter: Adapter | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [T, K] times each of three weights [N, K], whose outputs are multiples of the tile's -> [T, N] each."""
-    first, second, third = (x.new_empty(len(x), len(weight)) for weight in weights)
+    first, second, third = (x.new_empty(len(x), len(weight), dtype=dtype) for weight in weights)
     _launch(x, weights, None, (first, second, third), None, tiles, END_TO_END.value, adapter)
     return first, second, third
 
