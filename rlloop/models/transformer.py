@@ -225,10 +225,8 @@ class Model(nn.Module):
         return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
     def with_profile(self, profile: NumericsProfile, ops: Callable[[NumericsProfile], Ops] = ops_for) -> Model:
-        """A view of the model under another profile: parameters are shared. Raises as `check_profile`.
-
-        `ops` makes the profile's operations: a subclass of `Ops` departs from them.
-        """
+        """A view of the model under another profile: parameters are shared. Raises as `check_profile`. `ops` makes the
+        profile's operations: a subclass of `Ops` departs from them."""
         self.check_profile(profile)
         view = Model(self.config, profile, self.context, weights_of=self)
         view.ops = view._with_own_adapter(ops(profile))
@@ -264,9 +262,10 @@ class Model(nn.Module):
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
     def _ops_of_forward(self, adapters: AdapterSlots | None) -> Ops:
-        """The operations of one forward; `adapters` None: the model's own."""
-        own = self.ops.adapters
-        return self.ops.with_adapters(own and own.renewed() if adapters is None else adapters)
+        """Of one forward; `adapters` None: the model's own."""
+        if adapters is None and self.ops.adapters is not None:
+            adapters = self.ops.adapters.renewed()
+        return self.ops.with_adapters(adapters)
 
     def adapter_targets(self) -> dict[str, Target]:
         """The weights that adapters can adapt, by name: all of the model's, on each rank."""
@@ -326,8 +325,8 @@ class Model(nn.Module):
         Positions are for the rope alone; masks and the cache go by `layout`. Without a cache that must be the trainer's
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
-        `adapters` says which adapter each token has; None: all have the model's own, if it has one. `images`: features
-        (`see`) in place of tokens; not over several ranks.
+        `adapters` says which adapter each token has, in this forward; None: all have the model's own, if it has one.
+        `images`: features (`see`) in place of tokens; not over several ranks.
 
         Positions are [T], or [3, T] of a model whose rope has sections (MRoPE). Raises `ConfigError` for others.
         """

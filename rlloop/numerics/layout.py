@@ -220,10 +220,11 @@ class AdapterSlots:
     def blank(self, count: int, device: torch.device) -> torch.Tensor:
         """[count] int16, all -1, that nothing else has had: for work that shows what is there by writing it. A forward
         that a CUDA graph records needs slots of its own, since each replay has to fill its memory."""
-        if self._blank is None or len(self._blank) < count:
-            self._blank = torch.full((max(count, BLANKS),), -1, dtype=torch.int16, device=device)
-        piece, self._blank = self._blank[:count], self._blank[count:]
-        return piece
+        blank = self._blank
+        if blank is None or len(blank) < count:
+            blank = torch.full((max(count, BLANKS),), -1, dtype=torch.int16, device=device)
+        self._blank = blank[count:]
+        return blank[:count]
 
     def renewed(self) -> AdapterSlots:
         """The same slots for another forward."""

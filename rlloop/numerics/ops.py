@@ -145,7 +145,7 @@ class Ops:
         if all(isinstance(weight, Fp8Weight) for weight in weights):
             q, k, v = operators.fp8_linears(x, weights)
             return q, k, v
-        if outputs := self._one_adapter(x, weights, False):
+        if outputs := self._adapted_products(x, weights, False):
             q, k, v = outputs
             return q, k, v
         if is_packed(*weights) or any(map(self.adapted, weights)):
@@ -157,18 +157,18 @@ class Ops:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
         if isinstance(gate, Fp8Weight) and isinstance(up, Fp8Weight):
             return self.silu_mul(*operators.fp8_linears(x, (gate, up)))
-        if outputs := self._one_adapter(x, (gate, up), True):
+        if outputs := self._adapted_products(x, (gate, up), True):
             return outputs[0]
         if is_packed(gate, up) or self.adapted(gate) or self.adapted(up):
             return self.silu_mul(self.linear(x, gate), self.linear(x, up))
         return kernels_for(x.device).gated_linear(x, gate, up)
 
-    def _one_adapter(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
-        """`kernels.Kernels.one_adapter`; None where it is not for these."""
+    def _adapted_products(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
+        """`kernels.Kernels.adapted_products`; None where it is not for these."""
         factors = [self.adapted(weight) for weight in weights]
         if self._adapters is None or is_packed(*weights) or None in factors:
             return None
-        if (work := kernels_for(x.device).one_adapter) is None:
+        if (work := kernels_for(x.device).adapted_products) is None:
             return None
         return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self._adapters, gated)
 

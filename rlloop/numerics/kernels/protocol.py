@@ -251,7 +251,7 @@ class Kernels(Protocol):
         ...
 
     @property
-    def one_adapter(
+    def adapted_products(
         self,
     ) -> (
         Callable[
@@ -260,9 +260,9 @@ class Kernels(Protocol):
         ]
         | None
     ):
-        """Products of one input with one, two or three weights whose rows have one adapter or none (`which.single`),
-        in one launch, without a gradient; of two it is their `silu_mul` where the last argument is true. It returns
-        None for shapes, types and factors that it has no kernel for.
+        """Products of one input with one, two or three adapted weights in few launches, without a gradient: in one
+        where rows have one adapter or none (`which.single`). Of two it is their `silu_mul` where the last argument is
+        true. It returns None for shapes, types and factors that it has no kernel for.
         """
         ...
 

@@ -101,7 +101,7 @@ def adapted_linear(
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter."""
     if not torch.is_grad_enabled():
         kernels = kernels_for(x.device)
-        one = None if is_packed(weight) else kernels.one_adapter
+        one = None if is_packed(weight) else kernels.adapted_products
         if one is not None and (outputs := one(x, (weight,), bias, dtype, (factors,), which, False)):
             return outputs[0]
         if kernels.adapted_rows is not None and not which.uniform:

@@ -42,7 +42,9 @@ def test_one_launch_has_the_sums_of_the_definition(rows, rank, ahead, tiles):
     sizes = (128, 64, 64)
     weights = [drawn(n, WIDTH, seed=i) for i, n in enumerate(sizes)]
     factors = tuple(
-        Factors(drawn(SLOTS, rank, WIDTH, seed=10 + i), drawn(SLOTS, n, rank, seed=20 + i), torch.tensor([rank] * SLOTS))
+        Factors(
+            drawn(SLOTS, rank, WIDTH, seed=10 + i), drawn(SLOTS, n, rank, seed=20 + i), torch.tensor([rank] * SLOTS)
+        )
         for i, n in enumerate(sizes)
     )
     x, slots = drawn(rows, WIDTH, seed=30), torch.where(torch.arange(rows) % 3 == 2, 2, 1)

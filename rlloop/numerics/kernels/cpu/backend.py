@@ -61,13 +61,14 @@ from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_b
 
 keep_freed()
 
-gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = one_adapter = add_layer_norm = None
+gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = adapted_products = add_layer_norm = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})
 
 __all__ = [
     "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
+    "adapted_products",
     "adapted_rows",
     "add_layer_norm",
     "attention",
@@ -98,7 +99,6 @@ __all__ = [
     "linear",
     "linear_float32",
     "logits_rows",
-    "one_adapter",
     "product",
     "qkv_cache_write",
     "qkv_linear",

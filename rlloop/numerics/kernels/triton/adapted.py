@@ -145,7 +145,7 @@ def one_rank(factors: Sequence[Factors]) -> bool:
     )  # fmt: skip
 
 
-def one_adapter(
+def adapted_products(
     x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, dtype: torch.dtype, factors: tuple[Factors, ...],
     which: AdapterSlots, gated: bool,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip

@@ -16,9 +16,9 @@ from rlloop.numerics.kernels.triton import sparse
 from rlloop.numerics.kernels.triton.adapted import (
     adapted_grouped_linear,
     adapted_linear,
+    adapted_products,
     adapted_rows,
     grouped_linear,
-    one_adapter,
 )
 from rlloop.numerics.kernels.triton.elementwise import (
     add_layer_norm,
@@ -67,6 +67,7 @@ __all__ = [
     "READS_PACKED",
     "adapted_grouped_linear",
     "adapted_linear",
+    "adapted_products",
     "adapted_rows",
     "add_layer_norm",
     "attention",
@@ -96,7 +97,6 @@ __all__ = [
     "linear",
     "linear_float32",
     "logits_rows",
-    "one_adapter",
     "product",
     "qkv_cache_write",
     "qkv_linear",

@@ -43,9 +43,7 @@ def copy_tile(
 @gluon.jit
 def _copy_factor(first, second, third, tile, arrived, row, k, w_index, FORM: gl.constexpr):
     # Branches, since each copy makes the whole program meet, wanted or not.
-    if FORM == ONE:
-        tma.async_copy_global_to_shared(first, [row, k], arrived, tile)
-    elif w_index == 0:
+    if FORM == ONE or w_index == 0:
         tma.async_copy_global_to_shared(first, [row, k], arrived, tile)
     elif w_index == 1:
         tma.async_copy_global_to_shared(second, [row, k], arrived, tile)

@@ -39,6 +39,7 @@ from rlloop.numerics.kernels.triton.small_batch_adapters import (
 from rlloop.numerics.kernels.triton.small_batch_tiles import Tiles
 from rlloop.numerics.layout import AdapterSlots, Factors
 
+
 @gluon.jit
 def _multiplied(
     begin, end, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, row, w_row, w_index, sums, ups,
@@ -111,7 +112,8 @@ def _few_rows(
         gdc_launch_dependents()
     task, slot = gl.program_id(0), 0
     if RANK > 0:
-        reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * (3 if FORM == END_TO_END else 2 if FORM == GATED else 1)
+        WEIGHTS: gl.constexpr = 3 if FORM == END_TO_END else 2 if FORM == GATED else 1
+        reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * WEIGHTS
         if HAS_SLOTS:
             slot = gl.load(sole).to(gl.int32)
         if task < reducing:
