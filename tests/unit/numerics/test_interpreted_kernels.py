@@ -9,6 +9,7 @@ import sys
 import pytest
 
 CASES = {
+    "one adapter": ["tests/support/emulated_launches.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py", "-k", "one_input"],
     "operations": ["tests/unit/numerics/test_vision_operations.py"],
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],

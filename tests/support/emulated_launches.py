@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-
 from rlloop.numerics.kernels.triton import small_batch_linear as few
 from rlloop.numerics.kernels.triton.small_batch_tiles import Tiles
 from rlloop.numerics.layout import AdapterSlots, Factors
