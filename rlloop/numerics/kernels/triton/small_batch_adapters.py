@@ -2,7 +2,7 @@
 
 z has nothing beside it that says what is there: a number of it is itself the sign. Its memory, the forward's own
 (`AdapterSlots.blank`), holds `BLANK` everywhere at first, a NaN that no rounding makes. So nothing is counted, fenced
-or reset, and who needs z has it one load after it was stored.
+or reset, and who needs z has it one load after it was stored, or sooner: a first look comes some steps before.
 """
 
 from __future__ import annotations
@@ -117,30 +117,45 @@ def reduce(
 
 
 @gluon.jit
-def reduced(
-    z, w_index, first_row, rows, FORM: gl.constexpr, ROWS: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr,
-    dtype: gl.constexpr,
+def look(at, inside, weight, FORM: gl.constexpr):
+    """What is there of z, past this processor's cache: of a weight, and GATED of the second one, too."""
+    numbers = gl.load(at, inside, 0, volatile=True)
+    more = numbers
+    if FORM == GATED:
+        more = gl.load(at + weight, inside, 0, volatile=True)
+    return numbers, more
+
+
+@gluon.jit
+def places(
+    z, w_index, first_row, rows, ROWS: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr
 ):  # fmt: skip
-    """Tiles of z in shared memory once they are made: that of a weight, and GATED of the second one, too."""
+    """Where a tile of a weight's z lies, and which of it exists."""
     # No number is loaded by two threads, which might see it at different times.
     EACH: gl.constexpr = min(8, HEIGHT * RANK // 128)
     WIDE: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // RANK, RANK // EACH], [4, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
     row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
-    inside = (row < ROWS) & (first_row + row < rows)
     column = gl.expand_dims(gl.arange(0, RANK, gl.SliceLayout(0, WIDE)), 0)
     at = z + ((w_index * rows + first_row + row) * RANK).to(gl.int64) + column
-    inside = inside & (column < RANK)
-    blanks = 1
-    numbers = gl.full([HEIGHT, RANK], 0, gl.int16, WIDE)
-    more = numbers
+    return at, (row < ROWS) & (first_row + row < rows) & (column < RANK)
+
+
+@gluon.jit
+def _blanks(numbers, more):
+    return gl.max(gl.max(((numbers == BLANK) | (more == BLANK)).to(gl.int32), 1), 0)
+
+
+@gluon.jit
+def reduced(
+    numbers, more, at, inside, weight, FORM: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """Tiles of z in shared memory once they are whole, of which these numbers have been seen."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
+    blanks = _blanks(numbers, more)
     while blanks > 0:
-        numbers = gl.load(at, inside, 0, volatile=True)
-        blank = numbers == BLANK
-        if FORM == GATED:
-            more = gl.load(at + rows.to(gl.int64) * RANK, inside, 0, volatile=True)
-            blank = blank | (more == BLANK)
-        blanks = gl.max(gl.max(blank.to(gl.int32), 1), 0)
+        numbers, more = look(at, inside, weight, FORM)
+        blanks = _blanks(numbers, more)
     tile = gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, numbers.to(dtype, bitcast=True))
     second_tile = tile
     if FORM == GATED:

@@ -33,6 +33,8 @@ from rlloop.numerics.kernels.triton.small_batch_adapters import (
     ONE,
     REDUCED_WIDTH,
     copy_tile,
+    look,
+    places,
     reduce,
     reduced,
 )
@@ -100,7 +102,7 @@ def _few_rows(
     AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
-    which begin meanwhile, take it before their last LATE steps, while what these need is on its way.
+    which begin meanwhile, look for it LATE steps before their last one is done, so that it comes beside these.
     """
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
     LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
@@ -181,13 +183,17 @@ def _few_rows(
             0, early, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
             w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
         )  # fmt: skip
-        sums, ups = _landed(sums, ups, FORM)
-        z_tile, second_z_tile = reduced(z, w_index, first_row, rows, FORM, ROWS, HEIGHT, RANK, xs.dtype)
-        mbarrier.wait(arrived.index(STAGES), 0)
+        at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
+        numbers, more = look(at, there, rows * RANK, FORM)
         sums, ups = _multiplied(
             early, steps, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
             w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
         )  # fmt: skip
+        sums, ups = _landed(sums, ups, FORM)
+        z_tile, second_z_tile = reduced(
+            numbers, more, at, there, rows * RANK, FORM, HEIGHT, RANK, xs.dtype
+        )  # fmt: skip
+        mbarrier.wait(arrived.index(STAGES), 0)
         if SWAPPED:
             sums = warpgroup_mma(up_tile, z_tile.permute((1, 0)), sums, is_async=True)
             if FORM == GATED:

@@ -14,7 +14,7 @@ class Tiles(NamedTuple):
     swapped: bool  # weights on the left
     stages: int
     early: bool = True  # the launch begins before its predecessor has ended
-    late: int = 2  # with an adapter: steps of K that come after z was taken
+    late: int = 2  # with an adapter: steps of K that come after the first look for z
     part: int = 32  # columns of z that a program makes
 
 
