@@ -109,10 +109,19 @@ def test_one_launch_for_a_single_adapter_has_the_bits_of_three(rows, rank):
     several = AdapterSlots(table, mixed)
     with torch.no_grad():
         wanted = separately(several)
-        for _ in range(20):  # the counters are zeros again after every launch
-            for one, other in zip(made(AdapterSlots(table, mixed, True)), wanted, strict=True):
+        for single in [True] * 20 + [False]:
+            for one, other in zip(made(AdapterSlots(table, mixed, single)), wanted, strict=True):
                 assert same_bits(one, other), (one != other).sum()
         uniform = made(AdapterSlots(first))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = made(AdapterSlots(table, mixed, True))
+        for seed in range(3):  # each replay has to wait for its own z
+            x.copy_(randn(rows, width, seed=50 + seed, dtype=dtype))
+            graph.replay()
+            for one, other in zip(replayed, separately(AdapterSlots(table, mixed)), strict=True):
+                assert same_bits(one, other), (seed, (one != other).sum())
+        x.copy_(randn(rows, width, seed=40, dtype=dtype))
     with torch.enable_grad():  # as training has it
         for one, other in zip(uniform, separately(AdapterSlots(first)), strict=True):
             assert same_bits(one, other.detach())
