@@ -282,7 +282,9 @@ def _launch(
     z_rows, part, z_stages, stages, ahead = tiles.rows, 0, 0, tiles.stages, False
     row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
-        rank, ahead = adapter.factors[0].down.shape[1], adapter.ahead
+        rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
+        # A copy of a weight would be the predecessor's work.
+        ahead = adapter.ahead and all(aligned(each) is each for each in (*weights, *held))
         columns = max(16, triton.next_power_of_2(rank))
         z_rows, part, z_width = min(tiles.rows, LEFT_ROWS.value), min(tiles.part, columns), REDUCED_WIDTH.value
         z_xs = _described(aligned(x), z_rows, z_width)
