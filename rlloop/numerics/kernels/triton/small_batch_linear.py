@@ -261,7 +261,6 @@ class Adapter(NamedTuple):
 
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
-SEEN = 1 << 13  # numbers of z that registers have room for beside the sums
 
 
 @functools.cache
@@ -280,7 +279,7 @@ def _launch(
     out, second_out, third_out = (outs * 3)[:3]
     z = slots = sole = out
     z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
-    z_rows, part, z_stages, stages, late, ahead = tiles.rows, 0, 0, tiles.stages, 0, False
+    z_rows, part, z_stages, stages, ahead = tiles.rows, 0, 0, tiles.stages, False
     row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
         rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
@@ -297,7 +296,6 @@ def _launch(
         z_programs = triton.cdiv(rows, z_rows) * columns // part * len(weights)
         height, both = tiles.rows if tiles.swapped else LEFT_ROWS.value, 2 if form == GATED.value else 1
         kept = both * (height + tiles.outputs) * columns * 2 + 2048
-        late = tiles.late if both * height * columns <= SEEN else 0
         stage, programs = (height + both * tiles.outputs) * tiles.width * 2, row_tiles * (outputs // tiles.outputs)
         # z's programs may be the ones that no longer find a place of their own: two share one if they can.
         alone = programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2
@@ -313,7 +311,7 @@ def _launch(
         out if addresses is None else addresses, stride, rank, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]),
         FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages,
         HAS_BIAS=bias is not None, EARLY=tiles.early, AHEAD=ahead, PLACES=0 if addresses is None else len(addresses),
-        RANK=columns, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=late,
+        RANK=columns, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=tiles.late if columns else 0,
         HAS_SLOTS=slots is not out, num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 
