@@ -182,6 +182,8 @@ def adapted_products(
         return few.products(x, weights, tiles, adapter)
     out = x.new_empty(rows, len(weights[0]), dtype=dtype)
     if gated:
+        if factors[0].down.shape[1] > 32:  # or registers would not hold z beside the sums
+            tiles = tiles._replace(rows=min(tiles.rows, 64))
         few.gated(x, *weights, out, tiles, adapter=adapter)
     else:
         few.product(x, weights[0], bias, out, tiles, adapter=adapter)
