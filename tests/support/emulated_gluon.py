@@ -23,8 +23,8 @@ class Values(torch.Tensor):
     def index(self, at):
         return self[int(at)]
 
-    def slice(self, begin, size):
-        return self[begin : begin + size]
+    def slice(self, begin, size, dim=0):
+        return self.narrow(dim, begin, size)
 
 
 def values(x: Any, dtype: torch.dtype | None = None) -> Values:

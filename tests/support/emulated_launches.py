@@ -34,6 +34,15 @@ def chain(x, weight, z=None, up=None):
         (11, 40, True, Tiles(8, 64, 64, True, 3, late=0)),
         (70, 24, True, Tiles(32, 16, 128, False, 2, late=1, part=16)),
         (130, 40, True, Tiles(128, 64, 64, True, 4, late=9)),
+        (3, 32, False, Tiles(8, 64, 64, True, 3, z_rows=8, part=8)),
+        (37, 64, True, Tiles(32, 32, 128, False, 3, late=1, part=8, z_rows=16)),
+        (1, 8, True, Tiles(8, 32, 256, True, 4, part=0)),
+        (11, 32, False, Tiles(8, 16, 64, True, 3, part=0)),
+        (37, 24, True, Tiles(16, 64, 128, True, 3, part=0)),
+        (37, 32, True, Tiles(16, 16, 256, False, 2, part=0)),
+        (70, 16, False, Tiles(64, 32, 128, False, 3, part=0)),
+        (130, 32, True, Tiles(128, 32, 64, True, 4, part=0)),
+        (3, 128, True, Tiles(8, 64, 64, True, 3, part=0)),
     ],
 )
 def test_one_launch_has_the_sums_of_the_definition(rows, rank, ahead, tiles):

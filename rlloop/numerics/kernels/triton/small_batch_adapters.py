@@ -1,4 +1,5 @@
 """The adapter's part of `small_batch_linear`: z = A x, which a launch's first programs make and its others wait for.
+Where a program makes it for itself (`own`), A's rows are multiplied as its weight's first ones.
 
 z has nothing beside it that says what is there: a number of it is itself the sign. Its memory, the forward's own
 (`AdapterSlots.blank`), holds `BLANK` everywhere at first, a NaN that no rounding makes. So nothing is counted, fenced
@@ -160,6 +161,42 @@ def reduced(
     second_tile = tile
     if FORM == GATED:
         second_tile = gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, more.to(dtype, bitcast=True))
+    fence_async_shared()
+    gl.thread_barrier()
+    return tile, second_tile
+
+
+@gluon.jit
+def _rounded(
+    sums, has, SWAPPED: gl.constexpr, HEIGHT: gl.constexpr, TILE: gl.constexpr, RANK: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(min(TILE * 2, 128), 16, 2)
+    numbers = gl.where(has, sums, 0.0).to(dtype)
+    if SWAPPED:
+        numbers = numbers.permute((1, 0))
+    return gl.allocate_shared_memory(dtype, [HEIGHT, TILE], SHARED, numbers).slice(0, RANK, 1)
+
+
+@gluon.jit
+def own(
+    sums, ups, slots, slot, first_row, rows, rank, FORM: gl.constexpr, SWAPPED: gl.constexpr, HEIGHT: gl.constexpr,
+    TILE: gl.constexpr, RANK: gl.constexpr, HAS_SLOTS: gl.constexpr, SUMS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Tiles of z in shared memory, which are the first of these sums' outputs."""
+    if SWAPPED:
+        row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(0, SUMS)), 0)
+        output = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, SUMS)), 1)
+    else:
+        row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, SUMS)), 1)
+        output = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(0, SUMS)), 0)
+    has = (first_row + row < rows) & (output < rank)
+    if HAS_SLOTS:
+        has = has & (gl.load(slots + first_row + row, first_row + row < rows, -1) == slot)
+    tile = _rounded(sums, has, SWAPPED, HEIGHT, TILE, RANK, dtype)
+    second_tile = tile
+    if FORM == GATED:
+        second_tile = _rounded(ups, has, SWAPPED, HEIGHT, TILE, RANK, dtype)
     fence_async_shared()
     gl.thread_barrier()
     return tile, second_tile

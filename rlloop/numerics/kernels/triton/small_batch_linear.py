@@ -34,6 +34,7 @@ from rlloop.numerics.kernels.triton.small_batch_adapters import (
     REDUCED_WIDTH,
     copy_tile,
     look,
+    own,
     places,
     reduce,
     reduced,
@@ -43,10 +44,27 @@ from rlloop.numerics.layout import AdapterSlots, Factors
 
 
 @gluon.jit
+def _copy_weights(
+    first, second, third, first_down, second_down, third_down, tile, second_tile, arrived, w_row, down_row, k, w_index,
+    FORM: gl.constexpr, OUTPUTS: gl.constexpr, FRONT: gl.constexpr, wanted,
+):  # fmt: skip
+    """A step's rows of the weights, after FRONT rows of A."""
+    copy_tile(
+        first, second, third, tile.slice(FRONT, OUTPUTS), second_tile.slice(FRONT, OUTPUTS), arrived, w_row, k,
+        w_index, FORM, wanted,
+    )  # fmt: skip
+    if FRONT > 0:
+        copy_tile(
+            first_down, second_down, third_down, tile.slice(0, FRONT), second_tile.slice(0, FRONT), arrived, down_row,
+            k, w_index, FORM, wanted,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _multiplied(
-    begin, end, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, row, w_row, w_index, sums, ups,
-    FORM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr,
-    BYTES: gl.constexpr,
+    begin, end, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
+    arrived, row, w_row, down_row, w_index, sums, ups, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    FRONT: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """The sums after these steps of K, of which the last may still be under way."""
     for step in range(begin, end):
@@ -67,9 +85,9 @@ def _multiplied(
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         wanted = (step > 0) & (coming < steps)
         mbarrier.expect(arrived.index(free), BYTES, wanted)
-        copy_tile(
-            first, second, third, w_tiles.index(free), u_tiles.index(free), arrived.index(free), w_row, coming * WIDTH,
-            w_index, FORM, wanted,
+        _copy_weights(
+            first, second, third, first_down, second_down, third_down, w_tiles.index(free), u_tiles.index(free),
+            arrived.index(free), w_row, down_row, coming * WIDTH, w_index, FORM, OUTPUTS, FRONT, wanted,
         )  # fmt: skip
         tma.async_copy_global_to_shared(
             xs, [row, coming * WIDTH], arrived.index(free), x_tiles.index(free).slice(0, ROWS), wanted
@@ -92,8 +110,8 @@ def _few_rows(
     bias, out, second_out, third_out, rows, outputs, width, addresses, stride, rank, FIRST: gl.constexpr,
     SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
     SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
-    PLACES: gl.constexpr, RANK: gl.constexpr, Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr, Z_STAGES: gl.constexpr,
-    LATE: gl.constexpr, HAS_SLOTS: gl.constexpr,
+    PLACES: gl.constexpr, RANK: gl.constexpr, TILE: gl.constexpr, Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr,
+    Z_STAGES: gl.constexpr, LATE: gl.constexpr, HAS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
@@ -102,22 +120,25 @@ def _few_rows(
     AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
-    which begin meanwhile, look for it LATE steps before their last one is done, so that it comes beside these.
+    which begin meanwhile, look for it LATE steps before their last one is done, so that it comes beside these. Without
+    Z_STAGES each program makes z itself: a tile of weights has TILE rows then, the first RANK of them A's.
     """
+    FRONT: gl.constexpr = 0 if Z_STAGES > 0 else RANK
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
-    LEFT: gl.constexpr = OUTPUTS if SWAPPED else HEIGHT
-    RIGHT: gl.constexpr = HEIGHT if SWAPPED else OUTPUTS
-    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * OUTPUTS) * WIDTH * 2
+    LEFT: gl.constexpr = TILE if SWAPPED else HEIGHT
+    RIGHT: gl.constexpr = HEIGHT if SWAPPED else TILE
+    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * (FRONT + OUTPUTS)) * WIDTH * 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
     if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     task, slot = gl.program_id(0), 0
     if RANK > 0:
-        WEIGHTS: gl.constexpr = 3 if FORM == END_TO_END else 2 if FORM == GATED else 1
-        reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * WEIGHTS
         if HAS_SLOTS:
             slot = gl.load(sole).to(gl.int32)
+    if Z_STAGES > 0:
+        WEIGHTS: gl.constexpr = 3 if FORM == END_TO_END else 2 if FORM == GATED else 1
+        reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * WEIGHTS
         if task < reducing:
             reduce(
                 z_xs, first_down, second_down, third_down, z, slots, slot, rows, width, rank, FORM, Z_ROWS, Z_OUTPUTS,
@@ -135,10 +156,10 @@ def _few_rows(
         w_index, begins = 0, 0
     first_output = task * OUTPUTS - begins
     x_tiles = gl.allocate_shared_memory(xs.dtype, [STAGES, HEIGHT, WIDTH], xs.layout)
-    w_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
+    w_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, TILE, WIDTH], first.layout)
     u_tiles = w_tiles
     if FORM == GATED:
-        u_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, OUTPUTS, WIDTH], first.layout)
+        u_tiles = gl.allocate_shared_memory(first.dtype, [STAGES, TILE, WIDTH], first.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES + 1):
         mbarrier.init(arrived.index(stage), count=1)
@@ -147,9 +168,9 @@ def _few_rows(
     steps = gl.cdiv(width, WIDTH)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
-        copy_tile(
-            first, second, third, w_tiles.index(stage), u_tiles.index(stage), arrived.index(stage), first_output,
-            stage * WIDTH, w_index, FORM, stage < steps,
+        _copy_weights(
+            first, second, third, first_down, second_down, third_down, w_tiles.index(stage), u_tiles.index(stage),
+            arrived.index(stage), first_output, slot * rank, stage * WIDTH, w_index, FORM, OUTPUTS, FRONT, stage < steps,
         )  # fmt: skip
         if not (EARLY and AHEAD):
             tma.async_copy_global_to_shared(
@@ -159,14 +180,14 @@ def _few_rows(
         own_outputs = outputs
         if FORM == END_TO_END:
             own_outputs = gl.where(w_index == 0, FIRST, gl.where(w_index == 1, SECOND, outputs - FIRST - SECOND))
-        up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+        up_tile = gl.allocate_shared_memory(first_up.dtype, [TILE, RANK], first_up.layout)
         second_up_tile = up_tile
         if FORM == GATED:
-            second_up_tile = gl.allocate_shared_memory(first_up.dtype, [OUTPUTS, RANK], first_up.layout)
+            second_up_tile = gl.allocate_shared_memory(first_up.dtype, [TILE, RANK], first_up.layout)
         mbarrier.expect(arrived.index(STAGES), (2 if FORM == GATED else 1) * OUTPUTS * RANK * 2)
         copy_tile(
-            first_up, second_up, third_up, up_tile, second_up_tile, arrived.index(STAGES),
-            slot * own_outputs + first_output, 0, w_index, FORM, True,
+            first_up, second_up, third_up, up_tile.slice(FRONT, OUTPUTS), second_up_tile.slice(FRONT, OUTPUTS),
+            arrived.index(STAGES), slot * own_outputs + first_output, 0, w_index, FORM, True,
         )  # fmt: skip
     if EARLY and AHEAD:
         gdc_wait()
@@ -177,22 +198,31 @@ def _few_rows(
             )
     sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
-    if RANK > 0:
+    early = steps
+    if Z_STAGES > 0:
         early = gl.maximum(steps - LATE, 0)
-        sums, ups = _multiplied(
-            0, early, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
-            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
-        )  # fmt: skip
-        at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
-        numbers, more = look(at, there, rows * RANK, FORM)
-        sums, ups = _multiplied(
-            early, steps, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
-            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
-        )  # fmt: skip
-        sums, ups = _landed(sums, ups, FORM)
-        z_tile, second_z_tile = reduced(
-            numbers, more, at, there, rows * RANK, FORM, HEIGHT, RANK, xs.dtype
-        )  # fmt: skip
+    sums, ups = _multiplied(
+        0, early, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
+        arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, WIDTH, SWAPPED,
+        STAGES, BYTES,
+    )  # fmt: skip
+    if RANK > 0:
+        if FRONT > 0:
+            sums, ups = _landed(sums, ups, FORM)
+            z_tile, second_z_tile = own(
+                sums, ups, slots, slot, first_row, rows, rank, FORM, SWAPPED, HEIGHT, TILE, RANK, HAS_SLOTS, SUMS,
+                xs.dtype,
+            )  # fmt: skip
+        else:
+            at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
+            numbers, more = look(at, there, rows * RANK, FORM)
+            sums, ups = _multiplied(
+                early, steps, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
+                arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, WIDTH, SWAPPED,
+                STAGES, BYTES,
+            )  # fmt: skip
+            sums, ups = _landed(sums, ups, FORM)
+            z_tile, second_z_tile = reduced(numbers, more, at, there, rows * RANK, FORM, HEIGHT, RANK, xs.dtype)
         mbarrier.wait(arrived.index(STAGES), 0)
         if SWAPPED:
             sums = warpgroup_mma(up_tile, z_tile.permute((1, 0)), sums, is_async=True)
@@ -200,18 +230,14 @@ def _few_rows(
                 ups = warpgroup_mma(second_up_tile, second_z_tile.permute((1, 0)), ups, is_async=True)
         else:
             sums = warpgroup_mma(z_tile, up_tile.permute((1, 0)), sums, is_async=True)
-    else:
-        sums, ups = _multiplied(
-            0, steps, steps, xs, first, second, third, x_tiles, w_tiles, u_tiles, arrived, first_row, first_output,
-            w_index, sums, ups, FORM, ROWS, WIDTH, SWAPPED, STAGES, BYTES,
-        )  # fmt: skip
     # At once: with other instructions in between, the assembler makes every product wait for the one before.
     sums, ups = _landed(sums, ups, FORM)
     left, right = gl.arange(0, LEFT, gl.SliceLayout(1, SUMS)), gl.arange(0, RIGHT, gl.SliceLayout(0, SUMS))
     if SWAPPED:
-        row, output = gl.expand_dims(right, 0), gl.expand_dims(first_output + left, 1)
+        row, output = gl.expand_dims(right, 0), gl.expand_dims(left - FRONT, 1)
     else:
-        row, output = gl.expand_dims(left, 1), gl.expand_dims(first_output + right, 0)
+        row, output = gl.expand_dims(left, 1), gl.expand_dims(right - FRONT, 0)
+    wanted, output = (output >= 0) & (output < OUTPUTS), first_output + output
     if FORM == GATED:
         g, u = sums.to(out.dtype.element_ty).to(gl.float32), ups.to(out.dtype.element_ty).to(gl.float32)
         sums = g / (1.0 + gl.exp(-g)) * u
@@ -222,21 +248,23 @@ def _few_rows(
             out, stride, outputs = second_out, SECOND, SECOND
         else:
             stride, outputs = FIRST, FIRST
+    wanted = wanted & (output < outputs)
     if HAS_BIAS:
-        sums += gl.load(bias + output, output < outputs, 0.0).to(gl.float32)
+        sums += gl.load(bias + output, wanted, 0.0).to(gl.float32)
     sums = sums.to(out.dtype.element_ty)
     if PLACES == 0:
-        inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
+        inside = (row < ROWS) & (first_row + row < rows) & wanted
         gl.store(out + (first_row + row).to(gl.int64) * stride + output, sums, inside)
     else:  # to other GPUs whole vectors of outputs travel, not the pairs that a warp holds
         if SWAPPED:
             sums = sums.permute((1, 0))
-        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUTPUTS, OUTPUTS // 8], [4, 1], [1, 0])
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // TILE, TILE // 8], [4, 1], [1, 0])
         sums = gl.convert_layout(sums, WIDE)
         row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, WIDE)), 1)
-        output = first_output + gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(0, WIDE)), 0)
+        output = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(0, WIDE)), 0) - FRONT
+        wanted, output = (output >= 0) & (output < OUTPUTS), first_output + output
         at = (first_row + row).to(gl.int64) * stride + output
-        inside = (row < ROWS) & (first_row + row < rows) & (output < outputs)
+        inside = (row < ROWS) & (first_row + row < rows) & wanted & (output < outputs)
         for index in gl.static_range(PLACES):
             gl.store(gl.multiple_of(gl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
 
@@ -261,6 +289,7 @@ class Adapter(NamedTuple):
 
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
+OWN_COLUMNS = 32  # of z that every program may make for itself
 
 
 @functools.cache
@@ -279,28 +308,35 @@ def _launch(
     out, second_out, third_out = (outs * 3)[:3]
     z = slots = sole = out
     z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
-    z_rows, part, z_stages, stages, ahead = tiles.rows, 0, 0, tiles.stages, False
+    z_rows, part, z_stages, stages, ahead, tile = tiles.rows, 0, 0, tiles.stages, False, tiles.outputs
     row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
         rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
         # A copy of a weight would be the predecessor's work.
         ahead = adapter.ahead and all(aligned(each) is each for each in (*weights, *held))
         columns = max(16, triton.next_power_of_2(rank))
-        z_rows, part, z_width = min(tiles.rows, LEFT_ROWS.value), min(tiles.part, columns), REDUCED_WIDTH.value
-        z_xs = _described(aligned(x), z_rows, z_width)
+        own = tiles.part == 0 and columns <= OWN_COLUMNS
+        z_rows, part, z_width = min(tiles.z_rows, tiles.rows), min(tiles.part or 16, columns), REDUCED_WIDTH.value
+        if own:
+            part, z_width = columns, tiles.width
+            tile = max(LEFT_ROWS.value * tiles.swapped, triton.next_power_of_2(columns + tile))
+        else:
+            z_xs = _described(aligned(x), z_rows, z_width)
+            z = adapter.which.blank(len(weights) * rows * columns, x.device)
+            z_programs = triton.cdiv(rows, z_rows) * columns // part * len(weights)
         downs = [_described(aligned(each.down).flatten(0, 1), part, z_width) for each in adapter.factors]
         ups = [_described(aligned(each.up).flatten(0, 1), tiles.outputs, columns) for each in adapter.factors]
-        z = adapter.which.blank(len(weights) * rows * columns, x.device)
         if adapter.slots is not None and adapter.sole is not None:
             slots, sole = adapter.slots, adapter.sole
-        z_programs = triton.cdiv(rows, z_rows) * columns // part * len(weights)
         height, both = tiles.rows if tiles.swapped else LEFT_ROWS.value, 2 if form == GATED.value else 1
-        kept = both * (height + tiles.outputs) * columns * 2 + 2048
-        stage, programs = (height + both * tiles.outputs) * tiles.width * 2, row_tiles * (outputs // tiles.outputs)
+        kept = both * (height * (tile if own else columns) + tile * columns) * 2 + 2048
+        stage, programs = (height + both * tile) * tiles.width * 2, row_tiles * (outputs // tiles.outputs)
         # z's programs may be the ones that no longer find a place of their own: two share one if they can.
-        alone = programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2
+        alone = own or programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2
         stages = min(stages, ((SHARED if alone else SHARED // 2) - kept) // stage)
-        z_stages = max(2, min(8, (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2)))
+        if not own:
+            z_stages = (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2)
+            z_stages = max(2, min(12, z_stages, triton.cdiv(width, z_width)))
     first, second, third = (described * 3)[:3]
     first_down, second_down, third_down = (downs * 3)[:3]
     first_up, second_up, third_up = (ups * 3)[:3]
@@ -311,7 +347,7 @@ def _launch(
         out if addresses is None else addresses, stride, rank, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]),
         FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages,
         HAS_BIAS=bias is not None, EARLY=tiles.early, AHEAD=ahead, PLACES=0 if addresses is None else len(addresses),
-        RANK=columns, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=tiles.late if columns else 0,
+        RANK=columns, TILE=tile, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=tiles.late if z_stages else 0,
         HAS_SLOTS=slots is not out, num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 

@@ -15,7 +15,8 @@ class Tiles(NamedTuple):
     stages: int
     early: bool = True  # the launch begins before its predecessor has ended
     late: int = 2  # with an adapter: steps of K that come after the first look for z
-    part: int = 32  # columns of z that a program makes
+    part: int = 32  # columns of z that a program makes; 0: each program makes all that it needs, of few columns
+    z_rows: int = 64  # rows of it
 
 
 TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are faster
