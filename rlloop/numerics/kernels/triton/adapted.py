@@ -167,23 +167,13 @@ def adapted_products(
     ahead = slots is None or which.keeps("sole")
     sole = None if slots is None else which.kept(lambda slots: slots.amin(0, keepdim=True), "sole")
     adapter = few.Adapter(factors, which, slots, sole, ahead)
-    if gated:
-        tables = small_batch_tiles.TABLE_GATED, small_batch_tiles.TABLE_ADAPTED_GATED
-    elif len(weights) == 3:
-        tables = small_batch_tiles.TABLE_END_TO_END, small_batch_tiles.TABLE_ADAPTED
-    else:
-        tables = (small_batch_tiles.TABLE_ADAPTED,)
-    first = small_batch_tiles.tiles_for(rows, outputs, width) if len(weights) == 1 else None
-    of = outputs // 2 if gated else outputs
-    tiles = first or next(filter(None, (small_batch_tiles.tiles_of(table, x, weights, of) for table in tables)), None)
+    tiles = small_batch_tiles.adapted_tiles(x, weights, factors[0].down.shape[1], gated)
     if tiles is None:
         return None
     if len(weights) == 3:
         return few.products(x, weights, tiles, adapter)
     out = x.new_empty(rows, len(weights[0]), dtype=dtype)
     if gated:
-        if factors[0].down.shape[1] > 32:  # or registers would not hold z beside the sums
-            tiles = tiles._replace(rows=min(tiles.rows, 64))
         few.gated(x, *weights, out, tiles, adapter=adapter)
     else:
         few.product(x, weights[0], bias, out, tiles, adapter=adapter)

@@ -42,14 +42,14 @@ def copy_tile(
 
 
 @gluon.jit
-def _copy_factor(first, second, third, tile, arrived, row, k, w_index, FORM: gl.constexpr):
+def copy_factor(first, second, third, tile, arrived, row, k, w_index, FORM: gl.constexpr, wanted=True):
     # Branches, since each copy makes the whole program meet, wanted or not.
     if FORM == ONE or w_index == 0:
-        tma.async_copy_global_to_shared(first, [row, k], arrived, tile)
+        tma.async_copy_global_to_shared(first, [row, k], arrived, tile, wanted)
     elif w_index == 1:
-        tma.async_copy_global_to_shared(second, [row, k], arrived, tile)
+        tma.async_copy_global_to_shared(second, [row, k], arrived, tile, wanted)
     else:
-        tma.async_copy_global_to_shared(third, [row, k], arrived, tile)
+        tma.async_copy_global_to_shared(third, [row, k], arrived, tile, wanted)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def reduce(
     for stage in gl.static_range(STAGES):
         if stage < steps:
             mbarrier.expect(arrived.index(stage), BYTES)
-            _copy_factor(
+            copy_factor(
                 first, second, third, tiles.index(stage), arrived.index(stage), row, stage * WIDTH, w_index, FORM
             )
     if EARLY and AHEAD:
@@ -99,7 +99,7 @@ def reduce(
         coming, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         if (step > 0) & (coming < steps):
             mbarrier.expect(arrived.index(free), BYTES)
-            _copy_factor(
+            copy_factor(
                 first, second, third, tiles.index(free), arrived.index(free), row, coming * WIDTH, w_index, FORM
             )
             tma.async_copy_global_to_shared(
@@ -179,20 +179,36 @@ def _rounded(
 
 
 @gluon.jit
-def own(
-    sums, ups, slots, slot, first_row, rows, rank, FORM: gl.constexpr, SWAPPED: gl.constexpr, HEIGHT: gl.constexpr,
-    TILE: gl.constexpr, RANK: gl.constexpr, HAS_SLOTS: gl.constexpr, SUMS: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """Tiles of z in shared memory, which are the first of these sums' outputs."""
+def _row_and_output(SWAPPED: gl.constexpr, HEIGHT: gl.constexpr, TILE: gl.constexpr, SUMS: gl.constexpr):
     if SWAPPED:
         row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(0, SUMS)), 0)
         output = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(1, SUMS)), 1)
     else:
         row = gl.expand_dims(gl.arange(0, HEIGHT, gl.SliceLayout(1, SUMS)), 1)
         output = gl.expand_dims(gl.arange(0, TILE, gl.SliceLayout(0, SUMS)), 0)
-    has = (first_row + row < rows) & (output < rank)
+    return row, output
+
+
+@gluon.jit
+def slots_of(
+    slots, slot, first_row, rows, SWAPPED: gl.constexpr, HEIGHT: gl.constexpr, TILE: gl.constexpr,
+    HAS_SLOTS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Slots of the rows of a tile of sums."""
+    row, _ = _row_and_output(SWAPPED, HEIGHT, TILE, SUMS)
     if HAS_SLOTS:
-        has = has & (gl.load(slots + first_row + row, first_row + row < rows, -1) == slot)
+        slot = gl.load(slots + first_row + row, first_row + row < rows, -1).to(gl.int32)
+    return slot
+
+
+@gluon.jit
+def own(
+    sums, ups, slots, slot, left_rows, rank, FORM: gl.constexpr, SWAPPED: gl.constexpr, HEIGHT: gl.constexpr,
+    TILE: gl.constexpr, RANK: gl.constexpr, SUMS: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Tiles of z in shared memory, which are the first of these sums' outputs, of rows with these slots."""
+    row, output = _row_and_output(SWAPPED, HEIGHT, TILE, SUMS)
+    has = (row < left_rows) & (output < rank) & (slots == slot)
     tile = _rounded(sums, has, SWAPPED, HEIGHT, TILE, RANK, dtype)
     second_tile = tile
     if FORM == GATED:

@@ -32,39 +32,43 @@ from rlloop.numerics.kernels.triton.small_batch_adapters import (
     LEFT_ROWS,
     ONE,
     REDUCED_WIDTH,
+    copy_factor,
     copy_tile,
     look,
     own,
     places,
     reduce,
     reduced,
+    slots_of,
 )
-from rlloop.numerics.kernels.triton.small_batch_tiles import Tiles
+from rlloop.numerics.kernels.triton.small_batch_tiles import OWN_COLUMNS, Tiles
 from rlloop.numerics.layout import AdapterSlots, Factors
 
 
 @gluon.jit
 def _copy_weights(
     first, second, third, first_down, second_down, third_down, tile, second_tile, arrived, w_row, down_row, k, w_index,
-    FORM: gl.constexpr, OUTPUTS: gl.constexpr, FRONT: gl.constexpr, wanted,
+    FORM: gl.constexpr, OUTPUTS: gl.constexpr, FRONT: gl.constexpr, OWN: gl.constexpr, wanted,
 ):  # fmt: skip
-    """A step's rows of the weights, after FRONT rows of A."""
+    """A step's rows of the weights, from a tile's row FRONT on; its first OWN rows are A's."""
     copy_tile(
         first, second, third, tile.slice(FRONT, OUTPUTS), second_tile.slice(FRONT, OUTPUTS), arrived, w_row, k,
         w_index, FORM, wanted,
     )  # fmt: skip
-    if FRONT > 0:
-        copy_tile(
-            first_down, second_down, third_down, tile.slice(0, FRONT), second_tile.slice(0, FRONT), arrived, down_row,
-            k, w_index, FORM, wanted,
+    if OWN > 0:
+        copy_factor(
+            first_down, second_down, third_down, tile.slice(0, OWN), arrived, down_row, k, w_index, FORM, wanted
         )  # fmt: skip
+    if OWN > 0 and FORM == GATED:
+        tma.async_copy_global_to_shared(second_down, [down_row, k], arrived, second_tile.slice(0, OWN), wanted)
 
 
 @gluon.jit
 def _multiplied(
     begin, end, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
     arrived, row, w_row, down_row, w_index, sums, ups, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
-    FRONT: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr,
+    FRONT: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr,
+    BYTES: gl.constexpr,
 ):  # fmt: skip
     """The sums after these steps of K, of which the last may still be under way."""
     for step in range(begin, end):
@@ -87,7 +91,8 @@ def _multiplied(
         mbarrier.expect(arrived.index(free), BYTES, wanted)
         _copy_weights(
             first, second, third, first_down, second_down, third_down, w_tiles.index(free), u_tiles.index(free),
-            arrived.index(free), w_row, down_row, coming * WIDTH, w_index, FORM, OUTPUTS, FRONT, wanted,
+            arrived.index(free), w_row, down_row, coming * WIDTH, w_index, FORM, OUTPUTS, FRONT, OWN,
+            wanted,
         )  # fmt: skip
         tma.async_copy_global_to_shared(
             xs, [row, coming * WIDTH], arrived.index(free), x_tiles.index(free).slice(0, ROWS), wanted
@@ -121,21 +126,21 @@ def _few_rows(
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
     which begin meanwhile, look for it LATE steps before their last one is done, so that it comes beside these. Without
-    Z_STAGES each program makes z itself: a tile of weights has TILE rows then, the first RANK of them A's.
+    Z_STAGES each program makes z itself: the first half of a weight's tile of TILE rows is A's then.
     """
-    FRONT: gl.constexpr = 0 if Z_STAGES > 0 else RANK
+    OWN: gl.constexpr = 0 if Z_STAGES > 0 else RANK
+    FRONT: gl.constexpr = TILE // 2 if OWN > 0 else 0
     HEIGHT: gl.constexpr = ROWS if SWAPPED else LEFT_ROWS
     LEFT: gl.constexpr = TILE if SWAPPED else HEIGHT
     RIGHT: gl.constexpr = HEIGHT if SWAPPED else TILE
-    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * (FRONT + OUTPUTS)) * WIDTH * 2
+    BYTES: gl.constexpr = (ROWS + (2 if FORM == GATED else 1) * (OWN + OUTPUTS)) * WIDTH * 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
     if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     task, slot = gl.program_id(0), 0
-    if RANK > 0:
-        if HAS_SLOTS:
-            slot = gl.load(sole).to(gl.int32)
+    if RANK > 0 and HAS_SLOTS:
+        slot = gl.load(sole).to(gl.int32)
     if Z_STAGES > 0:
         WEIGHTS: gl.constexpr = 3 if FORM == END_TO_END else 2 if FORM == GATED else 1
         reducing = gl.cdiv(rows, Z_ROWS) * (RANK // Z_OUTPUTS) * WEIGHTS
@@ -170,7 +175,8 @@ def _few_rows(
         mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
         _copy_weights(
             first, second, third, first_down, second_down, third_down, w_tiles.index(stage), u_tiles.index(stage),
-            arrived.index(stage), first_output, slot * rank, stage * WIDTH, w_index, FORM, OUTPUTS, FRONT, stage < steps,
+            arrived.index(stage), first_output, slot * rank, stage * WIDTH, w_index, FORM, OUTPUTS, FRONT, OWN,
+            stage < steps,
         )  # fmt: skip
         if not (EARLY and AHEAD):
             tma.async_copy_global_to_shared(
@@ -198,30 +204,29 @@ def _few_rows(
             )
     sums = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
-    early = steps
-    if Z_STAGES > 0:
-        early = gl.maximum(steps - LATE, 0)
+    if OWN > 0:
+        here = slots_of(slots, slot, first_row, rows, SWAPPED, HEIGHT, TILE, HAS_SLOTS, SUMS)
+    early = gl.maximum(steps - LATE, 0)
     sums, ups = _multiplied(
-        0, early, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
-        arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, WIDTH, SWAPPED,
-        STAGES, BYTES,
+        0, early, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles,
+        u_tiles, arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, OWN,
+        WIDTH, SWAPPED, STAGES, BYTES,
     )  # fmt: skip
+    if Z_STAGES > 0:
+        at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
+        numbers, more = look(at, there, rows * RANK, FORM)
+        sums, ups = _multiplied(
+            early, steps, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles,
+            u_tiles, arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, OWN,
+            WIDTH, SWAPPED, STAGES, BYTES,
+        )  # fmt: skip
     if RANK > 0:
-        if FRONT > 0:
-            sums, ups = _landed(sums, ups, FORM)
+        sums, ups = _landed(sums, ups, FORM)
+        if OWN > 0:
             z_tile, second_z_tile = own(
-                sums, ups, slots, slot, first_row, rows, rank, FORM, SWAPPED, HEIGHT, TILE, RANK, HAS_SLOTS, SUMS,
-                xs.dtype,
+                sums, ups, here, slot, rows - first_row, rank, FORM, SWAPPED, HEIGHT, TILE, RANK, SUMS, xs.dtype
             )  # fmt: skip
         else:
-            at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
-            numbers, more = look(at, there, rows * RANK, FORM)
-            sums, ups = _multiplied(
-                early, steps, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
-                arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, WIDTH, SWAPPED,
-                STAGES, BYTES,
-            )  # fmt: skip
-            sums, ups = _landed(sums, ups, FORM)
             z_tile, second_z_tile = reduced(numbers, more, at, there, rows * RANK, FORM, HEIGHT, RANK, xs.dtype)
         mbarrier.wait(arrived.index(STAGES), 0)
         if SWAPPED:
@@ -289,7 +294,6 @@ class Adapter(NamedTuple):
 
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
-OWN_COLUMNS = 32  # of z that every program may make for itself
 
 
 @functools.cache
@@ -319,7 +323,7 @@ def _launch(
         z_rows, part, z_width = min(tiles.z_rows, tiles.rows), min(tiles.part or 16, columns), REDUCED_WIDTH.value
         if own:
             part, z_width = columns, tiles.width
-            tile = max(LEFT_ROWS.value * tiles.swapped, triton.next_power_of_2(columns + tile))
+            tile = max(LEFT_ROWS.value * tiles.swapped, 2 * columns, 2 * tile)
         else:
             z_xs = _described(aligned(x), z_rows, z_width)
             z = adapter.which.blank(len(weights) * rows * columns, x.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +14,8 @@ class Tiles(NamedTuple):
     swapped: bool  # weights on the left
     stages: int
     early: bool = True  # the launch begins before its predecessor has ended
-    late: int = 2  # with an adapter: steps of K that come after the first look for z
-    part: int = 32  # columns of z that a program makes; 0: each program makes all that it needs, of few columns
+    late: int = 0  # with an adapter: steps of K that come after the first look for z
+    part: int = 16  # columns of z that a program makes; 0: each program makes all that it needs, of few columns
     z_rows: int = 64  # rows of it
 
 
@@ -34,12 +34,12 @@ TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are fa
     (64, 8192, None, Tiles(32, 64, 128, True, 8, early=False)),
     (64, None, 1024, Tiles(64, 64, 64, True, 6)),
     (64, None, None, Tiles(64, 128, 128, True, 4, early=False)),
-    (128, 2048, None, Tiles(64, 32, 256, False, 4)),
-    (128, 8192, None, Tiles(64, 64, 128, True, 6)),
-    (256, 1024, None, Tiles(64, 32, 256, False, 4)),
-    (256, 2048, None, Tiles(64, 64, 128, True, 6)),
+    (128, 2048, None, Tiles(64, 32, 256, False, 4, part=32)),
+    (128, 8192, None, Tiles(64, 64, 128, True, 6, part=32)),
+    (256, 1024, None, Tiles(64, 32, 256, False, 4, part=32)),
+    (256, 2048, None, Tiles(64, 64, 128, True, 6, part=32)),
     (256, 3072, None, None),
-    (256, 8192, None, Tiles(128, 64, 64, True, 8)),
+    (256, 8192, None, Tiles(128, 64, 64, True, 8, part=32)),
 )
 # The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
 TABLE_END_TO_END = (
@@ -51,7 +51,7 @@ TABLE_END_TO_END = (
     (32, None, Tiles(32, 64, 256, True, 4, early=False)),
     (64, 4096, Tiles(32, 64, 256, True, 4)),
     (64, None, Tiles(64, 64, 128, True, 5, early=False)),
-    (128, 4096, Tiles(64, 64, 128, True, 5)),
+    (128, 4096, Tiles(64, 64, 128, True, 5, part=32)),
 )
 TABLE_GATED = (
     (8, 4096, Tiles(8, 64, 128, True, 6)),
@@ -67,11 +67,31 @@ TABLE_GATED = (
     (64, 8192, Tiles(64, 64, 128, True, 4, early=False)),
     (64, 12288, None),
     (64, None, Tiles(64, 64, 64, True, 8)),
-    (128, 8192, Tiles(64, 64, 64, True, 8, early=False)),
+    (128, 8192, Tiles(64, 64, 64, True, 8, early=False, part=32)),
 )
 # With an adapter, where another kernel would be faster without one; the last for hundreds of rows.
-TABLE_ADAPTED = ((256, None, Tiles(128, 64, 64, True, 4)), (None, None, Tiles(128, 128, 64, True, 6, early=False)))
-TABLE_ADAPTED_GATED = ((None, None, Tiles(128, 64, 64, True, 6, early=False)),)
+TABLE_ADAPTED = (
+    (256, 4096, Tiles(64, 128, 64, True, 6, part=32)),
+    (256, None, Tiles(128, 128, 64, True, 6, part=32)),
+    (None, None, Tiles(128, 128, 64, True, 6, early=False, part=32)),
+)
+TABLE_ADAPTED_GATED = (
+    (256, 4096, Tiles(64, 64, 64, True, 8, part=32)),
+    (256, None, Tiles(128, 64, 64, True, 6, part=32)),
+    (None, None, Tiles(128, 64, 64, True, 6, early=False, part=32)),
+)
+# With an adapter of few columns, where programs that make z themselves are faster than some that wait for it.
+TABLE_OWN = (
+    (8, 2048, Tiles(8, 16, 256, True, 6, part=0)),
+    (32, 1024, Tiles(16, 16, 256, True, 5, part=0)),
+)
+TABLE_OWN_END_TO_END: tuple[tuple[int, int | None, Tiles | None], ...] = (
+    (8, 4096, Tiles(8, 32, 256, True, 4, part=0)),
+    (32, 4096, Tiles(32, 32, 256, True, 4, part=0)),
+    (128, None, None),
+    (256, 4096, Tiles(128, 64, 64, True, 5, part=0)),
+)
+OWN_COLUMNS = 32  # of z that a program may make for itself
 
 
 def tiles_for(rows: int, outputs: int, width: int) -> Tiles | None:
@@ -96,3 +116,21 @@ def tiles_of(
     )
     tiles = next(fitting, None)
     return None if tiles is None or any(len(weight) % tiles.outputs for weight in weights) else tiles
+
+
+def adapted_tiles(x: Tensor, weights: tuple[Tensor, ...], rank: int, gated: bool) -> Tiles | None:
+    """Tiles for x [T, K] times these weights with one adapter of this rank."""
+    outputs = sum(map(len, weights)) // (2 if gated else 1)
+    if gated:
+        tables: tuple[Any, ...] = (), TABLE_GATED, TABLE_ADAPTED_GATED
+    elif len(weights) == 3:
+        tables = TABLE_OWN_END_TO_END, TABLE_END_TO_END, TABLE_ADAPTED
+    else:
+        tables = TABLE_OWN, (), TABLE_ADAPTED
+    found = [tiles_of(table, x, weights, outputs) for table in tables]
+    if len(weights) == 1:
+        found[1] = tiles_for(len(x), outputs, x.shape[1])
+    tiles = next(filter(None, found[rank > OWN_COLUMNS :]), None)
+    if gated and tiles and rank > OWN_COLUMNS:  # or registers would not hold z beside the sums
+        tiles = tiles._replace(rows=min(tiles.rows, 64))
+    return tiles
