@@ -333,7 +333,8 @@ def _launch(
         if adapter.slots is not None and adapter.sole is not None:
             slots, sole = adapter.slots, adapter.sole
         height, both = tiles.rows if tiles.swapped else LEFT_ROWS.value, 2 if form == GATED.value else 1
-        kept = both * (height * (tile if own else columns) + tile * columns) * 2 + 2048
+        # A z of its own lies where the stages were.
+        kept = both * (height * columns * (not own) + tile * columns) * 2 + 2048
         stage, programs = (height + both * tile) * tiles.width * 2, row_tiles * (outputs // tiles.outputs)
         # z's programs may be the ones that no longer find a place of their own: two share one if they can.
         alone = own or programs + z_programs <= processors(x.device) or 3 * stage + kept > SHARED // 2

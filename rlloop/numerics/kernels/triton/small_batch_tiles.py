@@ -89,7 +89,7 @@ TABLE_OWN_END_TO_END: tuple[tuple[int, int | None, Tiles | None], ...] = (
     (8, 4096, Tiles(8, 32, 256, True, 4, part=0)),
     (32, 4096, Tiles(32, 32, 256, True, 4, part=0)),
     (128, None, None),
-    (256, 4096, Tiles(128, 64, 64, True, 5, part=0)),
+    (256, 4096, Tiles(128, 64, 64, True, 6, part=0)),
 )
 OWN_COLUMNS = 32  # of z that a program may make for itself
 
