@@ -81,7 +81,7 @@ def test_one_launch_for_a_single_adapter_has_the_bits_of_three(rows, rank):
     """Queries, keys and values, a gate with what it scales, a product with a bias: rows with one adapter, or none."""
     width, dtype, slots = 1024, torch.bfloat16, 3
     sizes, inner = (2048, 1024, 1024), (3072, 3072)
-    weights = [randn(n, width, seed=i, dtype=dtype, scale=width**-0.5) for i, n in enumerate((*sizes, *inner, 1000))]
+    weights = [randn(n, width, seed=i, dtype=dtype, scale=width**-0.5) for i, n in enumerate((*sizes, *inner, 1008))]
     of = [
         Factors(
             randn(slots, rank, width, seed=20 + i, dtype=dtype, scale=width**-0.5),
@@ -92,7 +92,7 @@ def test_one_launch_for_a_single_adapter_has_the_bits_of_three(rows, rank):
     ]
     for each in of:
         each.down[2], each.up[2] = 0, 0
-    x, bias = randn(rows, width, seed=40, dtype=dtype), randn(1000, seed=41, dtype=dtype)
+    x, bias = randn(rows, width, seed=40, dtype=dtype), randn(1008, seed=41, dtype=dtype)
     table = {id(weight): each for weight, each in zip(weights, of, strict=True)}
     first = {id(weight): Factors(e.down[:1], e.up[:1], e.ranks[:1]) for weight, e in zip(weights, of, strict=True)}
     mixed = torch.where(torch.arange(rows, device="cuda") % 3 == 1, 2, 1)
