@@ -222,6 +222,7 @@ def _few_rows(
         )  # fmt: skip
     if RANK > 0:
         sums, ups = _landed(sums, ups, FORM)
+        gl.thread_barrier()  # other warps may still read the stages, in whose place z comes
         if OWN > 0:
             z_tile, second_z_tile = own(
                 sums, ups, here, slot, rows - first_row, rank, FORM, SWAPPED, HEIGHT, TILE, RANK, SUMS, xs.dtype
@@ -261,6 +262,7 @@ def _few_rows(
         inside = (row < ROWS) & (first_row + row < rows) & wanted
         gl.store(out + (first_row + row).to(gl.int64) * stride + output, sums, inside)
     else:  # to other GPUs whole vectors of outputs travel, not the pairs that a warp holds
+        gl.thread_barrier()  # as before z
         if SWAPPED:
             sums = sums.permute((1, 0))
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // TILE, TILE // 8], [4, 1], [1, 0])
