@@ -79,6 +79,16 @@ def test_one_launch_has_the_sums_of_the_definition(rows, rank, ahead, tiles):
         assert torch.equal(out, (gate / (1.0 + torch.exp(-gate)) * up).bfloat16())
 
 
+@pytest.mark.parametrize("rank", [8, 16, 24, 32])
+@pytest.mark.parametrize("tiles", [Tiles(8, 16, 256, True, 6, part=0), Tiles(16, 32, 128, False, 3, part=0)])
+def test_rows_that_all_have_the_adapter(rank, tiles):
+    weight, x = drawn(80, WIDTH, seed=0), drawn(19, WIDTH, seed=1)
+    factors = Factors(drawn(1, rank, WIDTH, seed=2), drawn(1, 80, rank, seed=3), torch.tensor([rank]))
+    out = torch.empty(19, 80, dtype=x.dtype)
+    few.product(x, weight, None, out, tiles, adapter=few.Adapter((factors,), AdapterSlots({}), None, None, True))
+    assert torch.equal(out, chain(x, weight, chain(x, factors.down[0]).bfloat16(), factors.up[0]).bfloat16())
+
+
 def test_a_number_that_is_no_number_is_waited_for_no_longer():
     weights, factors = drawn(64, WIDTH, seed=0), Factors(
         torch.full((1, 16, WIDTH), torch.nan).bfloat16(), drawn(1, 64, 16, seed=1), torch.tensor([16])
