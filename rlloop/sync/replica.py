@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ from rlloop.sync.bits import Bits, digests, processors
 from rlloop.sync.manifest import MAX_MANIFEST, Entry, Head, Link, Listing, Manifest, Refused, root_hash
 from rlloop.sync.packing import elements, groups
 from rlloop.sync.route import Cost, match, route
-from rlloop.sync.steps import Changes, Patch
+from rlloop.sync.steps import Patch
 from rlloop.sync.store import Store, fetch
 from rlloop.sync.stream import StreamReader
 from rlloop.sync.target import TORN, Target, plan_writes
@@ -337,32 +337,24 @@ class Replica:
         self, manifest: Manifest, plan: Mapping[str, list[str]], staged: dict[str, staging.Staged], hashes: bool
     ) -> float:
         """Decode `manifest`'s changes into `staged`. Returns the seconds spent waiting for the store. `hashes`: no more
-        changes come after these, so a device hashes what is decoded while the host decodes."""
+        changes come after these, so a device hashes what is staged at once."""
 
-        def one(group: list[Entry], content: bytes, chunks: list[Future[Changes]]) -> list[staging.Staged]:
-            whole = group[0].codec in codec.WHOLE
-            olds = [None if whole else self._before(entry, plan, staged) for entry in group]
-            news = staging.stage(group, content, olds, chunks)
+        def stage(begun: staging.Begun) -> list[staging.Staged]:
+            whole = begun.group[0].codec in codec.WHOLE
+            olds = [None if whole else self._before(entry, plan, staged) for entry in begun.group]
             return [
                 staging.on_top(new, old) if old is not None and entry.name in staged else new
-                for entry, old, new in zip(group, olds, news, strict=True)
+                for entry, old, new in zip(begun.group, olds, staging.stage(*begun, olds), strict=True)
             ]
 
         known = next((self.target.read(live) for live, *_ in plan.values()), None)
-        with (
-            ThreadPoolExecutor(self._threads) as pool,
-            ThreadPoolExecutor(1) as one_thread,
-            StreamReader(self.store, manifest) as reader,
-        ):
-            # Of several threads that launch a device's kernels, each waits for the others.
-            staging_pool = pool if known is None or isinstance(known, Bits) else one_thread
-            pending: list[tuple[list[Entry], Future[list[staging.Staged]]]] = []
-            for group in groups(manifest.tensors):
-                content = reader.read(group[0].start, group[0].size)
-                chunks = staging.begin(group, content, pool)  # before `one`, which waits for them: first in, first out
-                pending.append((group, staging_pool.submit(one, group, content, chunks)))
-            decoded = (pair for group, made in pending for pair in zip(group, made.result(), strict=True))
-            named = ((entry.name, new) for entry, new in decoded)
+        with ThreadPoolExecutor(self._threads) as pool, StreamReader(self.store, manifest) as reader:
+            begun = (
+                staging.begin(group, reader.read(group[0].start, group[0].size), pool)
+                for group in groups(manifest.tensors)
+            )
+            on_host = known is None or isinstance(known, Bits)
+            named = staging.on_host(begun, stage, pool) if on_host else staging.on_device(begun, stage)
             staged.update(staging.hashed(named, lambda name: self._live(plan[name][0])) if hashes else named)
             return reader.seconds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from rlloop.sync.manifest import Entry
 from rlloop.sync.packing import elements, joined, unpack
 from rlloop.sync.steps import Changes, Ordering, Patch
 
+WAVE = 128 << 20  # encoded bytes; decoded they are up to some ten times as many
+
 
 class Staged(NamedTuple):
     """A tensor's new state, and its digest if it is known."""
@@ -30,25 +32,66 @@ class Staged(NamedTuple):
     digest: bytes | None = None
 
 
-def begin(group: Sequence[Entry], content: bytes, pool: Executor) -> list[Future[Changes]]:
+class Begun(NamedTuple):
+    """A group of tensors of which threads decode the chunks."""
+
+    group: Sequence[Entry]
+    content: bytes
+    chunks: Sequence[Future[Changes]]
+
+
+def begin(group: Sequence[Entry], content: bytes, pool: Executor) -> Begun:
     """Start decoding the chunks of a tensor's changes, so that threads share a large one; nothing for other groups."""
     first, count = group[0], math.prod(group[0].shape)
     if len(group) > 1 or first.codec not in ("changes", "steps"):
-        return []
+        return Begun(group, content, [])
     ordering = codec.ordering_for(first.codec, first.dtype)
     assert ordering is not None
     sizes = [min(codec.CHUNK, count - start) for start in range(0, count, codec.CHUNK)]
     frames = unframed(memoryview(content), len(sizes))
-    return [
+    chunks = [
         pool.submit(codec.read_changes, first.codec, frame, ordering, size)
         for frame, size in zip(frames, sizes, strict=True)
     ]
+    return Begun(group, content, chunks)
+
+
+Named = Iterator[tuple[str, Staged]]
+
+
+def on_host(begun: Iterable[Begun], stage: Callable[[Begun], list[Staged]], pool: Executor) -> Named:
+    """Stage groups in `pool`."""
+    # All chunks come before the first group that waits for its own: first in, first out.
+    pending = [(each.group, pool.submit(stage, each)) for each in begun]
+    for group, made in pending:
+        yield from _named(group, made.result())
+
+
+def on_device(begun: Iterable[Begun], stage: Callable[[Begun], list[Staged]]) -> Named:
+    """Stage groups in this thread, wave by wave, once a wave is decoded: beside threads that decode, each of thousands
+    of operations on the device would wait for Python's lock."""
+    groups = iter(begun)
+    while wave := list(_wave(groups)):
+        wait([chunk for each in wave for chunk in each.chunks])
+        for each in wave:
+            yield from _named(each.group, stage(each))
+
+
+def _wave(groups: Iterator[Begun]) -> Iterator[Begun]:
+    size = 0
+    while size < WAVE and (each := next(groups, None)):
+        size += len(each.content)
+        yield each
+
+
+def _named(group: Sequence[Entry], made: Sequence[Staged]) -> Named:
+    return ((entry.name, new) for entry, new in zip(group, made, strict=True))
 
 
 def stage(
-    group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None], chunks: Sequence[Future[Changes]]
+    group: Sequence[Entry], content: bytes, chunks: Sequence[Future[Changes]], olds: Sequence[Bits | None]
 ) -> list[Staged]:
-    """The new states of a group of tensors; `olds` are the live ones (None: new), `chunks` what `begin` returned.
+    """The new states of a group of tensors; `olds` are the live ones (None: new), the others as in `Begun`.
 
     Raises `CodecError` if damaged.
     """
@@ -61,7 +104,7 @@ def stage(
             return [Staged(device.patch_of([each.result() for each in chunks], known[0]))]
         on_device: Sequence[Any] = olds
         hosts = [None if bits is None else bits.host() for bits in on_device]
-        news = stage(group, content, hosts, chunks)
+        news = stage(group, content, chunks, hosts)
         return [new if old is None else _as_patch(new, old) for new, old in zip(news, hosts, strict=True)]
     if first.codec not in ("changes", "steps") or len(known) != len(group):
         return [Staged(bits) for bits in unpack(group, content, olds)]
@@ -97,7 +140,7 @@ def on_top(new: Staged, old: Bits) -> Staged:
     return Staged(old, new.digest)
 
 
-def hashed(named: Iterable[tuple[str, Staged]], live: Callable[[str], Any]) -> Iterator[tuple[str, Staged]]:
+def hashed(named: Iterable[tuple[str, Staged]], live: Callable[[str], Any]) -> Named:
     """The same tensors; patches without a digest, which are those of `live` tensors on a device, get one. It hashes
     several at a time, as they come."""
     rest, hashing = dict[str, Patch](), None
