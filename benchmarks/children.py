@@ -116,6 +116,17 @@ def in_turns(children: Sequence[Child], works: Iterable[str], rounds: int) -> di
     return found
 
 
+def rehearsed(child: Child, works: Iterable[str]) -> None:
+    """Let a child run each work once, and then as `WORK ROUND profile`. Closes it."""
+    try:
+        child.wait()
+        for work in works:
+            child.ask(f"{work} 0")
+            child.ask(f"{work} 1 profile")
+    finally:
+        child.close()
+
+
 def _started(
     command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None = None
 ) -> subprocess.Popen[str]:

@@ -1,12 +1,13 @@
 """Tokens per second of one engine over several GPUs of a host, Qwen3-8B shape, bfloat16, with logprobs.
 
-    python benchmarks/ranks_engine.py --tp 2 [--vllm] [--only crowd] [--quick]
+    python benchmarks/ranks_engine.py --tp 2 [--vllm] [--only crowd] [--profile] [--quick]
 
 rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_size=N` (`--vllm`), by default and
 batch-invariant. All engines have started before the first runs, and then they take turns, a workload at a time: one
 round each to warm up, then three on new prompts; least, median and most are printed, and medians recorded. Every rank
 must make the same tokens. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
-CACHE_GIB=11 in the environment lets the engines fit on GPUs of 80 GB together.
+CACHE_GIB=11 in the environment lets the engines fit on GPUs of 80 GB together. `--profile`: the first GPU's kernels by
+a step instead, of rlloop alone; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from children import Child, answer, in_turns
+from children import Child, answer, in_turns, rehearsed
 from gpu_shapes import save_random
+from profiled import profiled
 from results_schema import Figure, report, table
 
 QWEN3_8B: dict[str, Any] = {
@@ -128,16 +130,23 @@ def serve(name: str, folder: str, tp: int, kind: str = "cuda") -> None:
         run = vllm_side(folder, tp)
 
     def round_of(line: str) -> float:
-        work, index = line.split()
+        work, index, *more = line.split()
         requests = requests_of(work, int(index))
-        if ranks is not None:
-            ranks.broadcast_object((work, int(index)))
+
+        def whole() -> list[list[int]]:
+            if ranks is not None:
+                ranks.broadcast_object((work, int(index)))
+            made = run(requests)
+            if ranks is not None:
+                prints = ranks.gather_objects(hash(tuple(map(tuple, made))))
+                assert len(set(prints)) == 1, f"ranks made other tokens: {prints}"
+            return made
+
+        if more:
+            return profiled(whole, max(new for _, new, _ in requests), work)
         begin = time.perf_counter()
-        made = run(requests)
+        made = whole()
         speed = sum(map(len, made)) / (time.perf_counter() - begin)
-        if ranks is not None:
-            prints = ranks.gather_objects(hash(tuple(map(tuple, made))))
-            assert len(set(prints)) == 1, f"ranks made other tokens: {prints}"
         print(f"{name}, tp {tp}, {work}, round {index}: {speed:,.0f} tokens/s", file=sys.stderr, flush=True)
         return speed
 
@@ -153,18 +162,23 @@ def main() -> None:
     parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
     parser.add_argument("--only", choices=WORK, action="append", help="of the workloads")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer, to try it out")
+    parser.add_argument("--profile", action="store_true", help="where rlloop's time goes; nothing recorded")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
         serve(given.child[0], given.child[1], given.tp)
         return
-    names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
+    vllm = given.vllm and not given.profile
+    names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         save_random({**QWEN3_8B, "num_hidden_layers": given.layers}, folder)
         command = [sys.executable, __file__, "--tp", str(given.tp), "--child"]
         sides = [Child(name, [*command, name, place], SIDES[name]) for name in names]
+        if given.profile:
+            rehearsed(sides[0], given.only or list(WORK))
+            return
         figures = measured(sides, given.only or list(WORK), given.tp)
     if given.quick:
         print(table(figures))

@@ -1,11 +1,11 @@
 """Tokens per second of a mixture of experts over the GPUs of a host: 16 layers, width 2,048, 128 experts, 8 a token.
 
-    python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--quick] [--tiny]
+    python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--profile] [--quick] [--tiny]
 
 rlloop's engine with `rollout.layout.tp=N` and `ep=N`, beside vLLM's with `tensor_parallel_size=N`, by default and with
 `enable_expert_parallel` (`--vllm`). Every engine has started before the first runs, and then they take turns: one round
-each to warm up, then three on new prompts; medians are recorded. Logprobs are on. `--tiny`: a small model on CPUs, to
-try the script out.
+each to warm up, then three on new prompts; medians are recorded. Logprobs are on. `--profile`: the first GPU's kernels
+by a step instead, of rlloop alone; nothing is recorded. `--tiny`: a small model on CPUs, to try the script out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from children import Child, answer, in_turns
+from children import Child, answer, in_turns, rehearsed
 from gpu_shapes import save_random
+from profiled import profiled
 from results_schema import Figure, report, table
 
 MIXTURE: dict[str, Any] = {
@@ -106,10 +107,16 @@ def serve(run: Run, tiny: bool, announce: Callable[[Any], Any]) -> None:
     """A round for each line on stdin (`work index`). `announce` to the other ranks what comes, and None at the end."""
 
     def round_of(line: str) -> float:
-        work, index = line.split()
-        announce((work, int(index)))
+        work, index, *more = line.split()
+
+        def whole() -> list[list[int]]:
+            announce((work, int(index)))
+            return run(requests_of(work, int(index), tiny))
+
+        if more:
+            return profiled(whole, requests_of(work, 0, tiny)[0][1], work)
         begin = time.perf_counter()
-        made = run(requests_of(work, int(index), tiny))
+        made = whole()
         return sum(map(len, made)) / (time.perf_counter() - begin)
 
     answer(round_of)
@@ -149,6 +156,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
     parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
     parser.add_argument("--only", choices=WORK, action="append", help="of the workloads")
+    parser.add_argument("--profile", action="store_true", help="where rlloop's time goes; nothing recorded")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPUs, nothing recorded")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -157,13 +165,17 @@ def main() -> None:
     if given.child:
         child(given.child, given.folder, given.gpus, given.tiny)
         return
-    names = [name for name in SIDES if (given.vllm or name == "rlloop") and name not in given.without]
+    vllm = given.vllm and not given.profile
+    names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
     with tempfile.TemporaryDirectory() as folder:
         save_random(TINY if given.tiny else MIXTURE, folder)
         arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]
         command = [sys.executable, __file__, *arguments, "--child"]
         plugins = {name: {} if name == "rlloop" else {"VLLM_PLUGINS": "none"} for name in names}
         sides = [Child(name, [*command, name], plugins[name]) for name in names]
+        if given.profile:
+            rehearsed(sides[0], given.only or list(WORK))
+            return
         figures = measured(sides, given.only or list(WORK), given.gpus)
     if given.quick or given.tiny:
         print(table(figures))
