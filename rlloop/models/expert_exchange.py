@@ -6,7 +6,7 @@ of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -51,16 +51,28 @@ def same_tokens(context: ParallelContext) -> Ranks:
     return ALONE if ep.size == 1 else min(ep, tp, key=lambda ranks: ranks.size)
 
 
-def written_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step) -> Tensor | None:
-    """Outputs [T, k, D] of the experts chosen [T, k] for tokens x [T, D] that all ranks have: each GPU writes its own
-    experts' into the others' memory. None where they cannot: then `exchange_experts` does it. Collective."""
+def written_experts(
+    experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step
+) -> Iterator[tuple[slice, Tensor]] | None:
+    """Outputs [t, k, D] of the experts chosen [T, k] for some of the tokens x [T, D] at a time, which all ranks have:
+    each GPU writes its own experts' into the others' memory, where they are valid until the next. None where they
+    cannot: then `exchange_experts` does it. Collective."""
     ep, tp = step.context.ranks("ep"), step.context.tp
     peers = peers_among(tp) if ep.size == tp.size and step.ops.fuses else None
-    if peers is None or not peers.holds(x.dtype, chosen.numel(), x.shape[1]):
+    most = 0 if peers is None else peers.rows(x.dtype, x.shape[1]) // chosen.shape[1]
+    if peers is None or not most or not len(x):
         return None
     begin, end = share(experts.count, ep.size, ep.rank)
-    outputs = experts.computed(x, _own(chosen, begin, end), dict(experts.named_parameters()), step)
-    return peers.chosen(outputs, chosen, begin, end)
+    weights, slots = dict(experts.named_parameters()), step.ops.row_slots(x)
+    each = -(-len(x) // -(-len(x) // most))  # parts of about one size
+
+    def parts() -> Iterator[tuple[slice, Tensor]]:
+        for at in (slice(first, first + each) for first in range(0, len(x), each)):
+            of_part = step if slots is None else step.of_slots(slots[at])
+            outputs = experts.computed(x[at], _own(chosen[at], begin, end), weights, of_part)
+            yield at, peers.chosen(outputs, chosen[at], begin, end)
+
+    return parts()
 
 
 def _own(chosen: Tensor, begin: int, end: int) -> Tensor:
@@ -82,15 +94,18 @@ def exchange_experts(experts: OwnExperts, x: Tensor, chosen: Tensor, step: Step,
     (tokens, top_k), device = chosen.shape, x.device
     order = chosen.flatten().argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
-    counts = ep.gather(chosen.flatten().bincount(minlength=experts.count)[None]).cpu()  # [R, E]
+    every_count = ep.gather(chosen.flatten().bincount(minlength=experts.count)[None])  # [R, E]
+    counts = every_count.cpu()
     begin, end = share(experts.count, ep.size, ep.rank)
     sends = [int(counts[ep.rank, slice(*share(experts.count, ep.size, rank))].sum()) for rank in range(ep.size)]
     receives = counts[:, begin:end].sum(1).tolist()
     rows = exchanged(Spread.apply(x, order, inverse, top_k), ep, sends, receives)
-    mine = torch.arange(end - begin).repeat(ep.size).repeat_interleave(counts[:, begin:end].flatten())
+    # Not on the host: all of PyTorch's threads, of every rank there, would wake for it.
+    own = torch.arange(end - begin, device=device).repeat(ep.size)
+    mine = own.repeat_interleave(every_count[:, begin:end].flatten(), output_size=sum(receives))
     if slots is not None:
         step = step.of_slots(ep.exchange(slots.repeat_interleave(top_k)[order], sends, receives))
-    outputs = _by_leaf(experts, rows, mine[:, None].to(device), receives, step)
+    outputs = _by_leaf(experts, rows, mine[:, None], receives, step)
     return Spread.apply(exchanged(outputs, ep, receives, sends), inverse, order, 1).unflatten(0, (tokens, top_k))
 
 

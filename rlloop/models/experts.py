@@ -144,8 +144,12 @@ class Mixture(nn.Module):
         alike = same_tokens(step.context)
         if alike.size == 1:
             return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
-        if (outputs := written_experts(self.experts, x, chosen, step)) is not None:
-            return step.ops.combine(outputs, chosen, weights, shared)
+        if (written := written_experts(self.experts, x, chosen, step)) is not None:
+            parts = [
+                step.ops.combine(outputs, chosen[at], weights[at], None if shared is None else shared[at])
+                for at, outputs in written
+            ]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         count = len(x)
         each = -(-count // alike.size)
         if step.even and each * alike.size > count:

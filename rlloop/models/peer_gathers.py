@@ -61,9 +61,9 @@ class PeerGathers:
         self._meet()
         return to.whole.view_as(x)
 
-    def holds(self, dtype: torch.dtype, rows: int, width: int) -> bool:
-        """True if a gather of as many rows is possible."""
-        return dtype == torch.bfloat16 and 0 < rows * width <= self.numbers and width % ALIGNED == 0
+    def rows(self, dtype: torch.dtype, width: int) -> int:
+        """Rows of a gather at most."""
+        return self.numbers // width if dtype == torch.bfloat16 and width % ALIGNED == 0 else 0
 
     def takes(self, x: Tensor, *divisions: Division | None) -> bool:
         """True if x [T, ...] may be gathered, or its products: in each of these divisions."""
