@@ -265,7 +265,7 @@ class Model(nn.Module):
         """Of one forward; `adapters` None: the model's own."""
         if adapters is None and self.ops.adapters is not None:
             adapters = self.ops.adapters.renewed()
-        return self.ops.with_adapters(adapters)
+        return self.ops if adapters is None else self.ops.with_adapters(adapters)
 
     def adapter_targets(self) -> dict[str, Target]:
         """The weights that adapters can adapt, by name: all of the model's, on each rank."""

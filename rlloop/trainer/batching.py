@@ -169,7 +169,7 @@ def make_step_batch(
         rows=rows,
         micro_batches=micro_batches,
         counts=counts,
-        sequence=torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
         advantages=advantages,
         rollout_logprobs=flat(known),
         old_logprobs=flat(old_logprobs),
