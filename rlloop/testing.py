@@ -28,6 +28,8 @@ from rlloop.parity.asked import Vocabulary
 from rlloop.types import Completion, Example, ModelInput, Recomputed, RewardResult, Sample, SamplingParams
 
 if TYPE_CHECKING:
+    from rlloop.numerics.ops import Ops
+    from rlloop.numerics.profile import NumericsProfile
     from rlloop.rollout import Engine
     from rlloop.rollout.vllm.engine import VllmEngine
 
@@ -39,10 +41,10 @@ def plant_fault(engine: Engine | VllmEngine, op: str) -> None:
     """
     from rlloop.numerics.ops import ops_for
 
-    declared = engine.model.profile
-    view = engine.model.with_profile(declared)
-    view.ops = ops_for(dataclasses.replace(declared, **{op: "stock"}))
-    engine.model = view
+    def faulty(declared: NumericsProfile) -> Ops:
+        return ops_for(dataclasses.replace(declared, **{op: "stock"}))
+
+    engine.model = engine.model.with_profile(engine.model.profile, faulty)
 
 
 @contextmanager

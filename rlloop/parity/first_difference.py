@@ -18,7 +18,7 @@ from torch import Tensor
 from rlloop.models import Model
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.parameters import ParameterStore
-from rlloop.numerics.layout import AttentionLayout, RecurrentState
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
@@ -80,6 +80,10 @@ class Trace:
         self._names = {id(entry.live): name.removesuffix(".weight") for name, entry in entries}
         self._layer = ""
         self.calls: list[Call] = []
+
+    def with_adapters(self, adapters: AdapterSlots | None) -> Trace:
+        self._ops = self._ops.with_adapters(adapters)
+        return self
 
     def __getattr__(self, op: str) -> Any:
         function = getattr(self._ops, op)

@@ -1,9 +1,13 @@
 """A planted fault in each operation: found by the comparison of bits, and named by the doctor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from rlloop.models import Model, new_model
+from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
@@ -32,6 +36,21 @@ def test_a_planted_fault_is_found_and_named(model, knob):
     assert finding.details["knob"] == knob
     assert finding.details["where"].startswith("lm_head" if knob == "token_logprob" else "model.layers.0")
     assert f"{finding.details['op']} at {finding.details['where']}" in finding.text
+
+
+@pytest.mark.parametrize("knob", ["rms_norm", "attention"])
+def test_a_fault_under_an_adapter_in_training_is_found_and_named(model, knob):
+    targets = model.adapter_targets()
+    weights = fresh_weights(choose_targets(targets, ["all-linear"]), 4, 8.0, seed=0)
+    factors = {name: (down, 0.1 * torch.randn(up.shape)) for name, (down, up) in weights.factors.items()}
+    adapted = model.with_adapter(Adapter(replace(weights, factors=factors), targets))
+    engine = Engine(adapted)
+    plant_fault(engine, knob)
+    samples = sampled(engine)
+    result = compare(samples, rescored(adapted, samples))
+    assert result.first is not None
+    sample = next(sample for sample in samples if sample.uid == result.first.uid)
+    assert diagnose(engine.model, adapted, sample, result.first).details["knob"] == knob
 
 
 def test_without_a_fault_there_is_nothing_to_find(model):
