@@ -18,7 +18,7 @@ FULL_ARMS := zero_kld bf16 bf16_logits fp8 int8 int5 int4 int4_tensor fp4 switch
 	stale lossy_sync
 JOBS ?= 2
 
-.PHONY: chaos demo docs study study-full test test-fast mutate bench-gpu vllm-cpu test-vllm test-environments lint lint-vllm review audit check clean
+.PHONY: chaos demo docs study study-full study-gpu test test-fast mutate bench-gpu vllm-cpu test-vllm test-environments lint lint-vllm review audit check clean
 
 $(VENV)/.torch:
 	@echo "Setting up $(VENV): PyTorch and what rlloop needs are downloaded, which takes minutes"
@@ -92,6 +92,9 @@ mutate: $(VENV)/.mutmut
 # docs/gpu.md: figures on GPUs, by the Python that has torch for them. Lists the tables; TABLE=name or TABLE=all runs them.
 TABLE ?=
 ARGS ?=
+
+study-gpu:
+	$(PYTHON) benchmarks/gpu_study.py runs/gpu_study $(ARGS)
 
 bench-gpu:
 	$(PYTHON) benchmarks/gpu_tables.py $(TABLE) $(if $(ARGS),-- $(ARGS))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlloop.launch.compose import build, compose_recipe
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -188,3 +190,35 @@ def test_an_engine_is_measured_and_scored_in_processes_of_its_own(shape, words):
     assert "round 2:" in done.stderr
     assert "k3 0, 0 of 256 logprobs differ" in done.stderr
     assert f"engine, {words} bf16, 1 x (128 in, 256 out), logprobs" in done.stdout
+
+
+def test_a_study_warms_each_model_and_seed_once_and_runs_every_arm(module, tmp_path, monkeypatch):
+    study = module("gpu_study")
+    begun = tmp_path / "begun"
+    script = (
+        "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + chr(10)); sys.exit('fp8' in sys.argv[2])"
+    )
+    monkeypatch.setattr(
+        study.Run, "command", lambda run, folder: [sys.executable, "-c", script, str(begun), run.arm, str(run.seed)]
+    )
+    runs = study.runs_of(["dense"], ["2e-4"], 2, ["zero_kld", "fp4", "fp8_all"])
+    made = study.Study(tmp_path, runs)
+    made.work("0", 1)
+    lines = begun.read_text().splitlines()
+    assert lines[:2] == ["zero_kld 0 --dry-run", "zero_kld 1 --dry-run"]
+    assert lines[2:] == [f"{arm} {seed}" for arm in ("zero_kld", "fp4", "fp8_all") for seed in range(2)][:2] + [
+        f"{arm} {seed}" for arm in ("fp8_all", "fp4") for seed in range(2)
+    ]
+    assert made.done == 4
+    assert [line.split(":")[0] for line in made.failed] == [
+        str(tmp_path / f"dense-2e-4/fp8_all-{seed}.log") for seed in range(2)
+    ]
+
+
+def test_the_studys_arms_are_configurations(module):
+    study = module("gpu_study")
+    for run in study.runs_of(list(study.RECIPES), ["2e-4"], 1, None):
+        words = run.command(Path("runs"))
+        name, overrides = words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]
+        config = build(compose_recipe(name, overrides))
+        assert config.rollout.drift is not None or run.arm in ("zero_kld", "other_batches", "router")

@@ -1,0 +1,180 @@
+"""The collapse study on GPUs (docs/gpu.md): every arm with several seeds, some runs at a time on each GPU.
+
+    python benchmarks/gpu_study.py runs/gpu_study [--models dense experts] [--lr 2e-4] [--seeds 3] [--slots 4] [--list]
+    rlloop compare runs/gpu_study/dense-2e-4/* -o report.html
+
+A run that was stopped goes on, a finished one is left as it is: the same command continues the study. Warm starts come
+first, one for each model and seed, which all arms share. A run's output is in its .log. Runs wait for the host much of
+the time, so that a GPU has room for several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+RECIPES = {"dense": "countdown/collapse_gpu", "experts": "countdown/collapse_gpu_moe"}
+FP8 = ["arm=fp8"]
+ARMS: dict[str, dict[str, list[str]]] = {
+    "dense": {
+        "zero_kld": ["arm=zero_kld"],
+        "fp4_both": ["arm=fp4_both"],
+        "fp8_all": ["arm=fp8_all"],
+        "other_kernels": ["arm=other_kernels"],
+        "fp8_kernels": ["arm=fp8_kernels"],
+        # Doses of one kind: the same roundings, with scales of more and more numbers.
+        "fp8_block": [*FP8, "rollout.drift.granularity=block"],
+        "fp8_channel": FP8,
+        "fp8_tensor": [*FP8, "rollout.drift.granularity=tensor"],
+        # Controls: the mismatch without clipping by it, the rounding in both, and other batches alone.
+        "fp4_both_none": ["arm=fp4_both", "guard=none"],
+        "fp4": ["arm=fp4"],
+        "fp4_both_sides": ["arm=fp4_both_sides"],
+        "other_batches": [
+            "arm=other_batches", "rollout.max_batch_tokens=2048", "rollout.max_cache_tokens=32768",
+            "rollout.page_size=16",
+        ],
+    },
+    "experts": {
+        "zero_kld": ["arm=zero_kld"],
+        "fp4_both": ["arm=fp4_both"],
+        "fp8_all": ["arm=fp8_all"],
+        "router": ["arm=router"],
+        "other_kernels": ["arm=other_kernels"],
+        "fp4_both_sides": ["arm=fp4_both_sides"],
+    },
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    model: str
+    arm: str
+    lr: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.lr}/{self.arm}-{self.seed}"
+
+    def command(self, folder: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "rlloop", "train", "--config-name", RECIPES[self.model], "algorithm=gspo",
+            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}", f"run.dir={folder / self.name}",
+        ]  # fmt: skip
+
+
+def runs_of(models: list[str], lrs: list[str], seeds: int, arms: list[str] | None) -> list[Run]:
+    """Whole arms first, so that a study that is stopped has some."""
+    return [
+        Run(model, arm, lr, seed)
+        for model in models
+        for lr in lrs
+        for arm in ARMS[model]
+        if arms is None or arm in arms
+        for seed in range(seeds)
+    ]
+
+
+class Study:
+    def __init__(self, folder: Path, runs: list[Run]) -> None:
+        self.folder, self.done, self.failed = folder, 0, list[str]()
+        self._todo, self._lock, self._stopped = list(runs), threading.Lock(), False
+        self._warm = {(run.model, run.seed): threading.Event() for run in runs}
+        self._cold: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        for model, seed in self._warm:
+            self._cold.put(next(run for run in runs if (run.model, run.seed) == (model, seed)))
+
+    def work(self, gpu: str, threads: int) -> None:
+        """Take runs until none is left."""
+        while not self._stopped:
+            try:
+                cold = self._cold.get_nowait()
+            except queue.Empty:
+                break
+            self._run(cold, gpu, threads, "--dry-run")
+            self._warm[cold.model, cold.seed].set()
+        while True:
+            with self._lock:
+                if self._stopped:
+                    return
+                run = next((run for run in self._todo if self._warm[run.model, run.seed].is_set()), None)
+                if run is not None:
+                    self._todo.remove(run)
+                elif not self._todo:
+                    return
+            if run is None:
+                time.sleep(1)
+            else:
+                self._run(run, gpu, threads)
+
+    def stop(self) -> None:
+        """Begin no more runs."""
+        with self._lock:
+            self._stopped = True
+            self._todo.clear()
+
+    def _run(self, run: Run, gpu: str, threads: int, *more: str) -> None:
+        log = self.folder / f"{run.name}{'.warm' if more else ''}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(threads)}
+        begin = time.monotonic()
+        with log.open("w") as output:
+            code = subprocess.run(
+                [*run.command(self.folder), *more],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        what = "warm start of " if more else ""
+        print(f"{what}{run.name}: exit code {code}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        with self._lock:
+            self.done += not code and not more
+        if code:
+            self.failed.append(f"{log}: exit code {code}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", choices=RECIPES, nargs="+", default=list(RECIPES))
+    parser.add_argument("--lr", nargs="+", default=["2e-4"], help="rates of learning")
+    parser.add_argument("--arms", nargs="+", help="some of them")
+    parser.add_argument("--seeds", type=int, default=3, help="of each arm, from 0 on")
+    parser.add_argument("--slots", type=int, default=4, help="runs at a time on each GPU")
+    parser.add_argument("--list", action="store_true", help="print the runs' commands")
+    args = parser.parse_args()
+    runs = runs_of(args.models, args.lr, args.seeds, args.arms)
+    if args.list:
+        print("\n".join(" ".join(run.command(args.folder)) for run in runs))
+        return 0
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(at) for at in range(torch.cuda.device_count())]
+    if not gpus or not runs:
+        parser.error("there is no GPU" if runs else f"no arm is named {' or '.join(args.arms)}")
+    study, threads = Study(args.folder, runs), max(1, (os.cpu_count() or 1) // (args.slots * len(gpus)))
+    workers = [threading.Thread(target=study.work, args=(gpu, threads)) for gpu in gpus * args.slots]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:  # runs have been interrupted too, and end after their step
+        study.stop()
+        for worker in workers:
+            worker.join()
+    print("\n".join([f"{study.done} runs of {len(runs)} are done", *study.failed]), file=sys.stderr)
+    return int(study.done < len(runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
