@@ -65,13 +65,13 @@ def _copy_weights(
 
 @gluon.jit
 def _multiplied(
-    begin, end, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
+    steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles, u_tiles,
     arrived, row, w_row, down_row, w_index, sums, ups, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
     FRONT: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr,
     BYTES: gl.constexpr,
 ):  # fmt: skip
-    """The sums after these steps of K, of which the last may still be under way."""
-    for step in range(begin, end):
+    """The sums after all steps of K, of which the last may still be under way."""
+    for step in range(steps):
         here = step % STAGES
         mbarrier.wait(arrived.index(here), step // STAGES & 1)
         x_tile = x_tiles.index(here)
@@ -116,7 +116,7 @@ def _few_rows(
     SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
     SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
     PLACES: gl.constexpr, RANK: gl.constexpr, TILE: gl.constexpr, Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr,
-    Z_STAGES: gl.constexpr, LATE: gl.constexpr, HAS_SLOTS: gl.constexpr,
+    Z_STAGES: gl.constexpr, HAS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
@@ -125,8 +125,8 @@ def _few_rows(
     AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
-    which begin meanwhile, look for it LATE steps before their last one is done, so that it comes beside these. Without
-    Z_STAGES each program makes z itself: the first half of a weight's tile of TILE rows is A's then.
+    which begin meanwhile, look for it after their last step. Without Z_STAGES each program makes z itself: the first
+    half of a weight's tile of TILE rows is A's then.
     """
     OWN: gl.constexpr = 0 if Z_STAGES > 0 else RANK
     FRONT: gl.constexpr = TILE // 2 if OWN > 0 else 0
@@ -206,20 +206,14 @@ def _few_rows(
     ups = gl.zeros([LEFT, RIGHT], gl.float32, SUMS)
     if OWN > 0:
         here = slots_of(slots, slot, first_row, rows, SWAPPED, HEIGHT, TILE, HAS_SLOTS, SUMS)
-    early = gl.maximum(steps - LATE, 0)
     sums, ups = _multiplied(
-        0, early, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles,
+        steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles,
         u_tiles, arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, OWN,
         WIDTH, SWAPPED, STAGES, BYTES,
     )  # fmt: skip
     if Z_STAGES > 0:
         at, there = places(z, w_index, first_row, rows, ROWS, HEIGHT, RANK)
         numbers, more = look(at, there, rows * RANK, FORM)
-        sums, ups = _multiplied(
-            early, steps, steps, xs, first, second, third, first_down, second_down, third_down, x_tiles, w_tiles,
-            u_tiles, arrived, first_row, first_output, slot * rank, w_index, sums, ups, FORM, ROWS, OUTPUTS, FRONT, OWN,
-            WIDTH, SWAPPED, STAGES, BYTES,
-        )  # fmt: skip
     if RANK > 0:
         sums, ups = _landed(sums, ups, FORM)
         gl.thread_barrier()  # other warps may still read the stages, in whose place z comes
@@ -354,7 +348,7 @@ def _launch(
         out if addresses is None else addresses, stride, rank, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]),
         FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages,
         HAS_BIAS=bias is not None, EARLY=tiles.early, AHEAD=ahead, PLACES=0 if addresses is None else len(addresses),
-        RANK=columns, TILE=tile, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, LATE=tiles.late if z_stages else 0,
+        RANK=columns, TILE=tile, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages,
         HAS_SLOTS=slots is not out, num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 

@@ -14,8 +14,7 @@ class Tiles(NamedTuple):
     swapped: bool  # weights on the left
     stages: int
     early: bool = True  # the launch begins before its predecessor has ended
-    late: int = 0  # with an adapter: steps of K that come after the first look for z
-    part: int = 16  # columns of z that a program makes; 0: each program makes all that it needs, of few columns
+    part: int = 16  # with an adapter: columns of z that a program makes; 0: each makes what it needs, of few columns
     z_rows: int = 64  # rows of it
 
 
