@@ -48,9 +48,9 @@ class Interrupts(AbstractContextManager["Interrupts"]):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             self._leave_terminal()
-        if not self._held_back or self._asked:
+        again, self._asked = self._asked, True  # known to the loop even where Python drops the error, as in callbacks
+        if not self._held_back or again:
             raise KeyboardInterrupt
-        self._asked = True
         self._say("Stopping after this step; press Ctrl-C again to stop at once")
 
     def _leave_terminal(self) -> None:
