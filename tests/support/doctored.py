@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rlloop.models import Model, token_logprobs
+from rlloop.parity.first_difference import Finding, diagnose
+from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 
@@ -64,3 +66,11 @@ MIXTURE = {
     "max_position_embeddings": 64,
     "eos_token_id": 0,
 }
+
+
+def diagnosed(engine: Engine, trainer: Model, samples: list[Sample] | None = None) -> Finding:
+    """What the doctor finds for the first token that differs in samples of the engine, of which there is one."""
+    samples = sampled(engine) if samples is None else samples
+    first = compare(samples, rescored(trainer, samples)).first
+    assert first is not None, "no logprob differs"
+    return diagnose(engine.model, trainer, next(sample for sample in samples if sample.uid == first.uid), first)

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from rlloop.models import Model, new_model
 from rlloop.numerics.ops import Ops
-from rlloop.parity.first_difference import diagnose
-from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from tests.support.doctored import CONFIG as DENSE
-from tests.support.doctored import MIXTURE, rescored, sampled
+from tests.support.doctored import MIXTURE, diagnosed
 
 SPARSE = {**MIXTURE, "index_n_heads": 4}
 DELTA = {
@@ -112,11 +110,7 @@ def named(planted: str) -> dict[str, Any]:
     view = model.with_profile(model.profile)
     view.ops = cast(Ops, Faulty(model.ops, planted))
     engine.model = view
-    samples = sampled(engine)
-    result = compare(samples, rescored(model, samples))
-    assert result.first is not None, f"a fault in {planted} reached no logprob"
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    return diagnose(engine.model, model, sample, result.first).details
+    return diagnosed(engine, model).details
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault
-from tests.support.doctored import CONFIG, rescored, sampled
+from tests.support.doctored import CONFIG, diagnosed, rescored, sampled
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,7 @@ def test_a_planted_fault_is_found_and_named(model, knob):
     engine = Engine(model)
     plant_fault(engine, knob)
     assert engine.fingerprint() == Engine(model).fingerprint()  # nobody has declared it
-    samples = sampled(engine)
-    result = compare(samples, rescored(model, samples))
-    assert result.first is not None
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    finding = diagnose(engine.model, model, sample, result.first)
+    finding = diagnosed(engine, model)
     assert finding.details["knob"] == knob
     assert finding.details["where"].startswith("lm_head" if knob == "token_logprob" else "model.layers.0")
     assert f"{finding.details['op']} at {finding.details['where']}" in finding.text
@@ -46,11 +42,7 @@ def test_a_fault_under_an_adapter_in_training_is_found_and_named(model, knob):
     adapted = model.with_adapter(Adapter(replace(weights, factors=factors), targets))
     engine = Engine(adapted)
     plant_fault(engine, knob)
-    samples = sampled(engine)
-    result = compare(samples, rescored(adapted, samples))
-    assert result.first is not None
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    assert diagnose(engine.model, adapted, sample, result.first).details["knob"] == knob
+    assert diagnosed(engine, adapted).details["knob"] == knob
 
 
 def test_without_a_fault_there_is_nothing_to_find(model):

@@ -5,11 +5,9 @@ import dataclasses
 import pytest
 
 from rlloop.models import Model, new_model
-from rlloop.parity.first_difference import diagnose
-from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
 from rlloop.testing import plant_fault
-from tests.support.doctored import MIXTURE, rescored, sampled
+from tests.support.doctored import MIXTURE, diagnosed
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +28,7 @@ def model() -> Model:
 def test_a_planted_fault_is_found_and_named(model, knob, layer):
     engine = Engine(model)
     plant_fault(engine, knob)
-    samples = sampled(engine)
-    result = compare(samples, rescored(model, samples))
-    assert result.first is not None
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    finding = diagnose(engine.model, model, sample, result.first)
+    finding = diagnosed(engine, model)
     assert finding.details["knob"] == knob
     assert finding.details["where"].startswith("lm_head" if layer is None else f"model.layers.{layer}")
 
@@ -45,9 +39,5 @@ def test_a_setting_of_the_combine_is_named(model):
     for weight in half.parameters():
         weight.data.mul_(4.0 if weight.ndim > 1 else 1.0)
     engine = Engine(half.with_profile(dataclasses.replace(half.profile, expert_combine="bf16_each")))
-    samples = sampled(engine)
-    result = compare(samples, rescored(half, samples))
-    assert result.first is not None
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    details = diagnose(engine.model, half, sample, result.first).details
+    details = diagnosed(engine, half).details
     assert (details["op"], details["where"]) == ("combine", "model.layers.1")

@@ -15,13 +15,12 @@ from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.models import Model, load_model, new_model
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import compare
 from rlloop.parity_tool.sides import parse_profile
 from rlloop.rollout import Engine
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
 from tests.support.checkpoints import make_checkpoint
-from tests.support.doctored import rescored
+from tests.support.doctored import diagnosed, rescored
 
 EVERY = NumericsProfile(residual_norm="float32", attention_splits="64", tp_segments="4", all_reduce="rounded_chain")
 # knob -> (its value, the operation in which it shows first, where, and the type in which a small model shows it)
@@ -69,11 +68,7 @@ def test_the_doctor_names_the_setting(folder: Path, knob: str) -> None:
     value, op, where, dtype = SHOWS[knob]
     trainer = load_model(folder, dtype=dtype, profile=NumericsProfile(tp_segments="4"))
     engine = Engine(trainer.with_profile(dataclasses.replace(trainer.profile, **{knob: value})))
-    samples = samples_of(engine)
-    result = compare(samples, rescored(trainer, samples))
-    assert result.first is not None
-    sample = next(sample for sample in samples if sample.uid == result.first.uid)
-    details = diagnose(engine.model, trainer, sample, result.first).details
+    details = diagnosed(engine, trainer, samples_of(engine)).details
     assert (details["knob"], details["op"]) == (knob, op)
     assert details["where"].endswith(where)
 
