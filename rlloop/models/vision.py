@@ -235,7 +235,7 @@ def patches_on(images: Sequence[Image], device: torch.device, dtype: torch.dtype
 
 
 def _table(image: Image) -> tuple[bytes, int] | None:
-    """What an image's bytes stand for; None: it has none."""
+    """Key of the table that an image's bytes index; None for an image without bytes."""
     return None if image.bytes is None else (image.bytes.numbers.tobytes(), image.bytes.frames)
 
 

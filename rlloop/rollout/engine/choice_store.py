@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, RoutingRecord
+from rlloop.models.logits_processing import on_device
 from rlloop.models.stages import Stage
 
 Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers, top_k], selections [tokens, layers]
@@ -74,9 +75,7 @@ class ChoiceStore:
 
     def begin_read(self, slots: np.ndarray) -> Callable[[], Choices]:
         """Starts copying the slots' choices to the host, in the current stream's order; call the result to wait."""
-        at, event = torch.from_numpy(slots), None
-        if self._device.type == "cuda":
-            at, event = at.pin_memory().to(self._device, non_blocking=True), torch.cuda.Event()
+        at, event = on_device(slots, self._device), torch.cuda.Event() if self._device.type == "cuda" else None
         experts, selected = (
             None if store is None else store[at].to("cpu", non_blocking=True) for store in (self.experts, self.selected)
         )

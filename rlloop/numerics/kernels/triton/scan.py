@@ -46,7 +46,7 @@ def scan_state(groups: int, heads: int, key_width: int, width: int) -> tuple[int
 
 
 def _places(groups: int, heads: int, key_width: int, width: int) -> dict[str, int]:
-    """Where each kept thing begins among a sequence's numbers, and how many there are."""
+    """Offsets of the kept parts in a sequence's state, and `SIZE`, the state's length; in numbers."""
     places, end = {}, heads * width * key_width
     for name, numbers in {
         "KEYS": groups * CHUNK * key_width, "VALUES": heads * CHUNK * width, "INVERSES": heads * CHUNK * CHUNK,

@@ -3,7 +3,7 @@ Where a program makes it for itself (`own`), A's rows are multiplied as its weig
 
 z has nothing beside it that says what is there: a number of it is itself the sign. Its memory, the forward's own
 (`AdapterSlots.blank`), holds `BLANK` everywhere at first, a NaN that no rounding makes. So nothing is counted, fenced
-or reset, and who needs z has it one load after it was stored, or sooner: a first look comes some steps before.
+or reset, and who needs z has it one load after it was stored.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def reduce(
 
 @gluon.jit
 def look(at, inside, weight, FORM: gl.constexpr):
-    """What is there of z, past this processor's cache: of a weight, and GATED of the second one, too."""
+    """Loads z past the multiprocessor's cache: one weight's, and with GATED the second's, `weight` numbers on."""
     numbers = gl.load(at, inside, 0, volatile=True)
     more = numbers
     if FORM == GATED:
@@ -131,7 +131,7 @@ def look(at, inside, weight, FORM: gl.constexpr):
 def places(
     z, w_index, first_row, rows, ROWS: gl.constexpr, HEIGHT: gl.constexpr, RANK: gl.constexpr
 ):  # fmt: skip
-    """Where a tile of a weight's z lies, and which of it exists."""
+    """Addresses of a tile of one weight's z, and the mask of those that exist."""
     # No number is loaded by two threads, which might see it at different times.
     EACH: gl.constexpr = min(8, HEIGHT * RANK // 128)
     WIDE: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // RANK, RANK // EACH], [4, 1], [1, 0])
