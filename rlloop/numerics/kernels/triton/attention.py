@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, power_of_two
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, hopper, power_of_two
 from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 
 AHEAD = 8  # parts of a softmax that are loaded before they are joined
@@ -251,9 +252,12 @@ def _attention(
 @triton.jit(do_not_specialize=["segments"])
 def _join_parts(
     part_sums, part_stats, context, out, lse, segments, HEADS: tl.constexpr, V_WIDTH: tl.constexpr, VW: tl.constexpr,
-    SEGMENT: tl.constexpr, AHEAD: tl.constexpr,
+    SEGMENT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     sequence, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, VW)[None, :]
     count, inside = (tl.load(context + sequence) // SEGMENT + 1).to(tl.int32), d < V_WIDTH
     index = sequence.to(tl.int64) * HEADS + head
@@ -354,6 +358,7 @@ def attention(
     if form == 2:
         _join_parts[(tokens, heads)](
             part_sums, part_stats, context, out, lse, segments, HEADS=heads, V_WIDTH=v_width,
-            VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD, num_warps=1 if v_width <= 128 else 4, **EXACT,
+            VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD, EARLY=hopper(q.device),
+            num_warps=1 if v_width <= 128 else 4, launch_pdl=hopper(q.device), **EXACT,
         )  # fmt: skip
     return out, lse

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import EXACT
 
@@ -116,6 +117,8 @@ def _decode(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HALF: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     FLOAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    gdc_wait()
+    gdc_launch_dependents()
     group, sequence, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     begin, last = segment * SEGMENT, gl.load(context + sequence).to(gl.int32)
     if begin <= last:
@@ -192,5 +195,5 @@ def run(
         q, _described(k, page), _described(v, page), context, block_start, out, lse, part_sums, part_stats,
         block_start.shape[1], segments, len(k), scale, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block_size,
         ROWS=ROWS, TILE=tile, SEGMENT=segment, DIRECT=segments == 1, num_warps=1,
-        **EXACT,
+        launch_pdl=True, **EXACT,
     )  # fmt: skip

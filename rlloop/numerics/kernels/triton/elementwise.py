@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 
 NUMBERS = 2048  # a program of the activation has so many
 NORM_NUMBERS = 2048  # a program of the norm has about so many
@@ -20,8 +21,11 @@ BACKWARD_PROGRAMS = 256  # of a norm's backward: the weight's gradient is the su
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, residual, weight, stream, out, scales, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -38,7 +42,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    x, width = aligned(x), x.shape[-1]
+    x, width, early = aligned(x), x.shape[-1], hopper(x.device)
     rows = x.numel() // width
     out, scales = torch.empty_like(x), torch.empty(rows, device=x.device)
     stream = x.new_empty(0 if residual is None else x.shape)
@@ -47,8 +51,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         height = max(1, NORM_NUMBERS // block)
         _rms_norm[(triton.cdiv(rows, height),)](
             x, x if residual is None else aligned(residual), aligned(weight), x if residual is None else stream, out,
-            scales, rows, eps, WIDTH=width, BLOCK=block, ROWS=height, HAS_RESIDUAL=residual is not None, num_warps=4,
-            **EXACT,
+            scales, rows, eps, WIDTH=width, BLOCK=block, ROWS=height, HAS_RESIDUAL=residual is not None, EARLY=early,
+            num_warps=4, launch_pdl=early, **EXACT,
         )  # fmt: skip
     return out, stream, scales
 

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 
 
 @triton.jit
@@ -43,8 +44,12 @@ def _turned(
 def _cache_write(
     q, k, v, q_weight, k_weight, positions, cos, sin, slots, out, keys, values, tokens, eps, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has rows of queries, of keys or of values."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     kind, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if kind == 0:
         target = (row // HEADS).to(tl.int64)
@@ -66,7 +71,7 @@ def qkv_cache_write(
     cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
     q, k, v, out = aligned(q), aligned(k), aligned(v), torch.empty_like(q)
-    (tokens, heads, width), groups = q.shape, k.shape[1]
+    (tokens, heads, width), groups, early = q.shape, k.shape[1], hopper(q.device)
     if tokens == 0:
         return out
     normed = q_weight is not None and k_weight is not None
@@ -75,6 +80,7 @@ def qkv_cache_write(
     _cache_write[(triton.cdiv(tokens * heads, height), 3)](
         q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
         aligned(cos), aligned(sin), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
-        GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, num_warps=4, **EXACT,
+        GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, EARLY=early, num_warps=4, launch_pdl=early,
+        **EXACT,
     )  # fmt: skip
     return out

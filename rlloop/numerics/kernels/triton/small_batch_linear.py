@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -122,7 +123,8 @@ def _few_rows(
 
     `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
     multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
-    AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them.
+    AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them: a model's own, since
+    no forward begins with a product.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
     which begin meanwhile, look for it after their last step. Without Z_STAGES each program makes z itself: the first
@@ -308,7 +310,8 @@ def _launch(
     out, second_out, third_out = (outs * 3)[:3]
     z = slots = sole = out
     z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
-    z_rows, part, z_stages, stages, ahead, tile = tiles.rows, 0, 0, tiles.stages, False, tiles.outputs
+    z_rows, part, z_stages, stages, tile = tiles.rows, 0, 0, tiles.stages, tiles.outputs
+    ahead = all(isinstance(weight, Parameter) and aligned(weight) is weight for weight in weights)
     row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
         rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
