@@ -23,10 +23,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MARK = "#made "
-LINES = 300  # of a child's last ones, kept to say why it ended
+LINES, WIDTH = 300, 1000  # of a child's last ones, kept to say why it ended; an engine may log all its prompts in one
 
 
 def tell(**values: Any) -> None:
@@ -75,14 +76,28 @@ def answer(value_of: Callable[[str], Any]) -> None:
 
 
 class Ended(SystemExit):
-    """A `Child` ended before it answered. Its text has the last lines that it and its own processes wrote."""
+    """A `Child` ended before it answered. Its text has the last lines that it and its own processes wrote.
+
+    `errors`: those of them that name an error, the last few."""
+
+    def __init__(self, name: str, code: int, said: Sequence[str]) -> None:
+        ended = f"{name} ended with code {code}"
+        super().__init__("".join([f"{ended}; its last lines:\n", *(f"    {line}\n" for line in said), ended]))
+        self.errors = [line for line in dict.fromkeys(said) if "Error" in line or "rror: " in line][-8:]
 
 
 class Child:
-    """A process that runs `answer`. What it writes to stderr is passed on."""
+    """A process that runs `answer`. What it writes to stderr is passed on, and into the file `log` with all else."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.name = name
+        self._log = None if log is None else Path(log)
         self._process = _started(command, environment, subprocess.PIPE, subprocess.PIPE)
         self._said: collections.deque[str] = collections.deque(maxlen=LINES)
         self._passing = threading.Thread(target=self._pass_on, daemon=True)
@@ -94,11 +109,10 @@ class Child:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))["value"]
-            self._said.append(line)
+            self._keep(line)
         code = self._process.wait()
         self._passing.join(5)
-        said = "".join(f"    {line.rstrip()}\n" for line in list(self._said) if line.strip())
-        raise Ended(f"{self.name} ended with code {code}; its last lines:\n{said}{self.name} ended with code {code}")
+        raise Ended(self.name, code, list(self._said))
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -121,9 +135,15 @@ class Child:
     def _pass_on(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said.append(line)
-            sys.stderr.write(line)
-            sys.stderr.flush()
+            self._keep(line)
+            print(line.rstrip()[:WIDTH], file=sys.stderr, flush=True)
+
+    def _keep(self, line: str) -> None:
+        if self._log is not None:
+            with self._log.open("a") as file:
+                file.write(line)
+        if line.strip():
+            self._said.append(line.rstrip()[:WIDTH])
 
 
 Rounds = dict[str, list[float]]  # by child

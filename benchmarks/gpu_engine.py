@@ -20,7 +20,8 @@ what the GPU has left: the same for every engine). Logprobs come as vLLM hands t
 An engine that ends in the middle is left out, and what it and its processes wrote last is printed; rlloop's figures are
 recorded all the same. vLLM is started again alone, after the others, with the next of `SETUPS` that fits the shape, and
 its name says which (`--setup` begins with one of them; `--in-process` keeps vLLM's engine in the process that asks it,
-so that its errors come with their own traceback). Figures are recorded work by work.
+so that its errors come with their own traceback; `--logs FOLDER` keeps all that engines write). Figures are recorded
+work by work.
 
 Then the trainer scores some of each engine's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the
 engine's. A model of more than 32 GB is not written to the disk: vLLM makes weights of its own, and has no k3.
@@ -252,24 +253,28 @@ def setups_of(shape: str, first: str) -> list[str]:
 
 def speeds(
     folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool,
-    environment: dict[str, str], known: Callable[[str, Speeds, Setups], None],
+    environment: dict[str, str], known: Callable[[str, Speeds, Setups], None], logs: Path | None,
 ) -> tuple[Speeds, Setups]:  # fmt: skip
     """Tokens per second of each engine's rounds, by work, and how vLLM was set up. `turns`: all start, and then take
     turns. `known` gets a work and all so far whenever there is more of it. Raises `SystemExit` where rlloop ends."""
     found: Speeds = {work: {} for work in settings["works"]}
     setups: Setups = {}
+    errors: list[str] = []
 
     def started(name: str, setup: str) -> Child:
         command = [sys.executable, __file__, "--child", str(folder), json.dumps({**settings, "setup": setup}), name]
-        return Child(name, command, {**SIDES[name][1], **environment})
+        return Child(name, command, {**SIDES[name][1], **environment}, None if logs is None else logs / f"{name}.log")
 
     def measured(children: list[Child], works: list[str], setup: str) -> None:
         def ended(child: Child, error: Ended) -> None:
             if child.name == "rlloop":
                 raise error
-            print(f"{child.name}{setup and f', {setup}'}: {error}", file=sys.stderr, flush=True)
+            print(f"{setup and f'{setup}: '}{error}", file=sys.stderr, flush=True)
+            errors.append("\n    ".join([f"{child.name} ended{setup and f' ({setup})'}", *error.errors]))
 
         def more(work: str, by_side: Rounds) -> None:
+            if not by_side:
+                return
             found[work] |= by_side
             setups.update({(work, name): setup for name in by_side})
             known(work, found, setups)
@@ -287,6 +292,8 @@ def speeds(
                     break
                 print(f"{name}: once more, alone: {setup}", file=sys.stderr, flush=True)
                 measured([started(name, setup)], left, setup)
+    for each in errors:  # once more, where they are seen
+        print(each, file=sys.stderr, flush=True)
     return found, setups
 
 
@@ -322,6 +329,7 @@ def speed_figures(shape: str, work: str, found: Rounds, setups: Setups, seeded: 
 def figures_of(
     shape: str, works: list[str], names: list[str], rounds: int, seeded: bool,
     record: Callable[[list[Figure]], object], setup: str = AS_IT_COMES, environment: dict[str, str] | None = None,
+    logs: Path | None = None,
 ) -> None:  # fmt: skip
     """Record a shape's figures, those of a work once its rounds are over."""
     import torch
@@ -347,7 +355,7 @@ def figures_of(
             make_folder(shape, folder)
         else:
             (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-        found, setups = speeds(folder, settings, names, rounds, turns, environment or {}, known)
+        found, setups = speeds(folder, settings, names, rounds, turns, environment or {}, known, logs)
         for work in works:
             if any(setups.get((work, name), "") is None for name in names):
                 known(work, found, setups)  # with the names of engines that ended
@@ -377,6 +385,7 @@ def main() -> None:
     parser.add_argument(
         "--in-process", action="store_true", help="vLLM's engine has no process of its own; its errors have tracebacks"
     )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for all that the engines write")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     cells.add_arguments(parser)
     args = parser.parse_args()
@@ -390,6 +399,9 @@ def main() -> None:
     names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.in_process else {}
 
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+
     def record(figures: list[Figure]) -> None:
         if args.quick or args.tiny:
             print(table(figures), flush=True)
@@ -397,7 +409,7 @@ def main() -> None:
             report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
 
     def measure(shape: str, works: list[str], rounds: int) -> None:
-        figures_of(shape, works, names, rounds, args.seeded, record, args.setup, environment)
+        figures_of(shape, works, names, rounds, args.seeded, record, args.setup, environment, args.logs)
 
     if args.tiny:
         measure(args.tiny, ["one"], 2)

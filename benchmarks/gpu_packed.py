@@ -202,7 +202,8 @@ def memory_figures(layers: int, ranks: list[int], tiny: bool, deadline: float) -
                 found[kind][rank] = made["bytes"]
                 say(f"{kind}, {layers} layers, rank {rank}: {made['bytes'] / GIB:.2f} GiB")
                 if (mine := found["packed"].get(rank)) is not None:
-                    yield device, memory_figure(layers, rank, mine, found["bfloat16"].get(rank), "bfloat16")
+                    plain = found["bfloat16"].get(rank)
+                    yield device, memory_figure(layers, rank, mine, plain, "bfloat16" if plain else None)
         except subprocess.CalledProcessError as error:
             say(f"{kind}: ended with code {error.returncode}; see above")
     if "bfloat16" in over:
@@ -210,7 +211,7 @@ def memory_figures(layers: int, ranks: list[int], tiny: bool, deadline: float) -
             yield device, memory_figure(layers, rank, found["packed"][rank], None, "bfloat16: out of memory")
 
 
-def memory_figure(layers: int, rank: int, mine: int, plain: int | None, peer: str) -> Figure:
+def memory_figure(layers: int, rank: int, mine: int, plain: int | None, peer: str | None) -> Figure:
     what = f"trainer and engine, LoRA of rank {rank}" if rank else "weights"
     return Figure(
         name=f"memory, {layers} layers, {what}, int4 experts", unit="GiB", value=mine / GIB, peer=peer,
@@ -222,7 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--memory", type=int, nargs="+", default=[], metavar="LAYERS")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, RANK], help="of adapters, for --memory")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="of adapters, for --memory")
     parser.add_argument("--seconds", type=float, default=1800.0, help="of --memory: end after them, with what is known")
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
