@@ -174,22 +174,24 @@ def measure(shape: str, layers: int | None, counts: list[int], setting: str, ste
 
 def figures_of(name: str, setting: str, run: Run, none: Run | None, peer: str) -> list[Figure]:
     """Of one setting at one number of tokens; `none`: that without offload. `name`: of shape and tokens."""
-    of, least = f"{name}, {setting}", {"lower_is_better": True}
-    beside = {} if setting == "none" else {"peer": peer}
-    figures = [Figure(name=f"step, {of}", unit="s", value=run.step, peer_value=none and none.step, **beside, **least)]
+    of = f"{name}, {setting}"
+    known: dict[str, Any] = {"lower_is_better": True}
+    beside: dict[str, Any] = known if setting == "none" else {**known, "peer": peer}
+    before = None if none is None else none.step
+    figures = [Figure(name=f"step, {of}", unit="s", value=run.step, peer_value=before, **beside)]
     if run.peak:
-        held = none and none.peak / GIB
-        aim = None if setting == "none" else 1 / 0.6
         figures.append(
             Figure(
-                name=f"peak memory, {of}", unit="GiB", value=run.peak / GIB, peer_value=held, aim=aim, **beside, **least
+                name=f"peak memory, {of}", unit="GiB", value=run.peak / GIB,
+                peer_value=None if none is None else none.peak / GIB, aim=None if setting == "none" else 1 / 0.6,
+                **beside,
             )
-        )
+        )  # fmt: skip
     if none is not None:
         figures.append(
             Figure(
                 name=f"update longer by, {of}", unit="s", value=max(run.update - none.update, 1e-9),
-                peer=f"{run.moved / GIB:.2f} GiB over PCIe", peer_value=run.moved / run.bandwidth, aim=1.0, **least,
+                peer=f"{run.moved / GIB:.2f} GiB over PCIe", peer_value=run.moved / run.bandwidth, aim=1.0, **known,
             )
         )  # fmt: skip
     return figures
