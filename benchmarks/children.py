@@ -14,6 +14,7 @@ child.ask("crowd 1")
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -22,9 +23,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MARK = "#made "
+LINES, WIDTH = 300, 1000  # of a child's last ones, kept to say why it ended; an engine may log all its prompts in one
 
 
 def tell(**values: Any) -> None:
@@ -72,24 +75,49 @@ def answer(value_of: Callable[[str], Any]) -> None:
         tell(value=value_of(line.strip()))
 
 
-class Child:
-    """A process that runs `answer`."""
+class Ended(SystemExit):
+    """A `Child` ended before it answered. Its text has the last lines that it and its own processes wrote.
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    `errors`: those of them that name an error, the last few."""
+
+    def __init__(self, name: str, code: int, said: Sequence[str]) -> None:
+        ended = f"{name} ended with code {code}"
+        super().__init__("".join([f"{ended}; its last lines:\n", *(f"    {line}\n" for line in said), ended]))
+        self.errors = [line for line in dict.fromkeys(said) if "Error" in line or "rror: " in line][-8:]
+
+
+class Child:
+    """A process that runs `answer`. What it writes to stderr is passed on, and into the file `log` with all else."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.name = name
-        self._process = _started(command, environment, subprocess.PIPE)
+        self._log = None if log is None else Path(log)
+        self._process = _started(command, environment, subprocess.PIPE, subprocess.PIPE)
+        self._said: collections.deque[str] = collections.deque(maxlen=LINES)
+        self._passing = threading.Thread(target=self._pass_on, daemon=True)
+        self._passing.start()
 
     def wait(self) -> Any:
-        """The next value that it tells. Raises `SystemExit` if it ends before."""
+        """The next value that it tells. Raises `Ended` if it ends before."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))["value"]
-        raise SystemExit(f"{self.name} ended with code {self._process.wait()}; see above")
+            self._keep(line)
+        code = self._process.wait()
+        self._passing.join(5)
+        raise Ended(self.name, code, list(self._said))
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `wait` finds
+            print(line, file=self._process.stdin, flush=True)
 
     def ask(self, line: str) -> Any:
         self.send(line)
@@ -97,19 +125,65 @@ class Child:
 
     def close(self) -> None:
         _kill(self._process)
-        self._process.communicate()
+        self._process.wait()
+        self._passing.join(5)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None and not (pipe is self._process.stderr and self._passing.is_alive()):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._keep(line)
+            print(line.rstrip()[:WIDTH], file=sys.stderr, flush=True)
+
+    def _keep(self, line: str) -> None:
+        if self._log is not None:
+            with self._log.open("a") as file:
+                file.write(line)
+        if line.strip():
+            self._said.append(line.rstrip()[:WIDTH])
 
 
-def in_turns(children: Sequence[Child], works: Iterable[str], rounds: int) -> dict[str, dict[str, list[float]]]:
+Rounds = dict[str, list[float]]  # by child
+
+
+def in_turns(
+    children: Sequence[Child],
+    works: Iterable[str],
+    rounds: int,
+    known: Callable[[str, Rounds], None] | None = None,
+    ended: Callable[[Child, Ended], None] | None = None,
+) -> dict[str, Rounds]:
     """Work -> child -> its answers to `WORK ROUND`, once all children are ready. They take turns; round 0 warms up and
-    does not count. Closes them."""
-    found: dict[str, dict[str, list[float]]] = {}
+    does not count. Closes them.
+
+    `known` gets what one work made as soon as it is done. `ended` gets a child that ends, and the others go on;
+    without it that raises `Ended`."""
+    found: dict[str, Rounds] = {}
+    left = list(children)
+
+    def value(child: Child, of: Callable[[], Any]) -> Any:
+        try:
+            return of()
+        except Ended as error:
+            if ended is None:
+                raise
+            left.remove(child)
+            ended(child, error)
+
     try:
         for child in children:
-            child.wait()
+            value(child, child.wait)
         for work in works:
-            answers = [[child.ask(f"{work} {index}") for child in children] for index in range(rounds + 1)]
-            found[work] = {child.name: [each[at] for each in answers[1:]] for at, child in enumerate(children)}
+            answers: Rounds = {child.name: [] for child in left}
+            for index in range(rounds + 1):
+                for child in list(left):
+                    answers[child.name].append(value(child, lambda: child.ask(f"{work} {index}")))  # noqa: B023
+            found[work] = {child.name: answers[child.name][1:] for child in left}
+            if known is not None:
+                known(work, found[work])
     finally:
         for child in children:
             child.close()
@@ -128,12 +202,14 @@ def rehearsed(child: Child, works: Iterable[str]) -> None:
 
 
 def _started(
-    command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None = None
+    command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None = None, stderr: int | None = None
 ) -> subprocess.Popen[str]:
-    environment = {**os.environ, **(environment or {})}
+    """`PYTHONFAULTHANDLER`: a crash in native code, of its own processes too, says where."""
+    environment = {"PYTHONFAULTHANDLER": "1", **os.environ, **(environment or {})}
     return subprocess.Popen(
-        command, env=environment, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def _kill(child: subprocess.Popen[str]) -> None:

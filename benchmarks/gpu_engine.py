@@ -17,6 +17,12 @@ prefix caching as they come, as many sequences at once as there are requests, ro
 what the GPU has left: the same for every engine). Logprobs come as vLLM hands them out by default, not
 `flat_logprobs`. rlloop's requests have seeds, which cost it nothing.
 
+An engine that ends in the middle is left out, and what it and its processes wrote last is printed; rlloop's figures are
+recorded all the same. vLLM is started again alone, after the others, with the next of `SETUPS` that fits the shape, and
+its name says which (`--setup` begins with one of them; `--in-process` keeps vLLM's engine in the process that asks it,
+so that its errors come with their own traceback; `--logs FOLDER` keeps all that engines write). Figures are recorded
+work by work.
+
 Then the trainer scores some of each engine's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the
 engine's. A model of more than 32 GB is not written to the disk: vLLM makes weights of its own, and has no k3.
 """
@@ -35,7 +41,7 @@ from typing import Any
 
 import cells
 import numpy as np
-from children import Child, answer, in_turns
+from children import Child, Ended, Rounds, answer, in_turns
 from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder, random_model
 from results_schema import Figure, device_name, report, table
 from roofline import device_rates, engine_speed
@@ -45,11 +51,19 @@ STATES = 4  # recurrent states of a request that vLLM has room for: its pages ha
 WRITTEN = 32e9  # bytes of the largest checkpoint that is written
 RUNNING = 512  # requests at once
 RECURRENT_SIDES = ["rlloop", "vLLM default"]  # the others do not run recurrent layers
+LOGS = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # stdout, its default, has the answers
 SIDES = {  # name -> (who runs, environment)
     "rlloop": ("rlloop", {}),
-    "vLLM default": ("vllm", {"VLLM_PLUGINS": "none"}),
-    "vLLM batch-invariant": ("vllm", {"VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"}),
-    "rlloop's model inside vLLM": ("tier1", {}),
+    "vLLM default": ("vllm", {**LOGS, "VLLM_PLUGINS": "none"}),
+    "vLLM batch-invariant": ("vllm", {**LOGS, "VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"}),
+    "rlloop's model inside vLLM": ("tier1", LOGS),
+}
+AS_IT_COMES, TRITON, CAREFUL = "", "Triton's gated delta kernels", "half the requests at once, no CUDA graphs"
+SETUPS: dict[str, dict[str, Any]] = {  # of vLLM, in the order of trying; arguments of its LLM
+    AS_IT_COMES: {},
+    # On Hopper its prefill of gated delta networks is FlashInfer's, which a compiler (nvcc) builds at the first prompt.
+    TRITON: {"additional_config": {"gdn_prefill_backend": "triton"}},
+    CAREFUL: {"additional_config": {"gdn_prefill_backend": "triton"}, "enforce_eager": True},
 }
 AIMS = {"vLLM default": 0.95, "vLLM batch-invariant": 1.25}
 WORKS = {
@@ -59,7 +73,8 @@ WORKS = {
 CELLS = [f"{shape}/{work}" for shape in (*SHAPES, *RECURRENT) for work in WORKS]
 SHARED = {"groups": 8}  # completions of one prompt, where there are several
 Made = tuple[list[int], Any]  # tokens and their logprobs
-Speeds = dict[str, dict[str, list[float]]]  # work -> engine -> rounds
+Speeds = dict[str, Rounds]  # work -> engine -> rounds
+Setups = dict[tuple[str, str], str | None]  # (work, engine) -> the one of `SETUPS` that ran it; None: none did
 Run = Callable[[list[list[int]], list[int], int], list[Made]]  # (prompts, new tokens of each, round)
 
 
@@ -140,11 +155,13 @@ def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
     import vllm
 
     texts = {"language_model_only": True} if "vision_config" in EVERY[settings["shape"]][1] else {}
+    setup = settings["setup"]
+    running = -(-settings["running"] // 2) if setup == CAREFUL else settings["running"]
     engine = vllm.LLM(
         str(folder), dtype="bfloat16", load_format="auto" if written(folder) else "dummy", skip_tokenizer_init=True,
-        max_model_len=settings["longest"], max_num_seqs=settings["running"], logprobs_mode="processed_logprobs",
+        max_model_len=settings["longest"], max_num_seqs=running, logprobs_mode="processed_logprobs",
         gpu_memory_utilization=0.2, kv_cache_memory_bytes=settings["cache"], disable_log_stats=True,
-        **texts,
+        **texts, **SETUPS[setup],
     )  # fmt: skip
 
     def run(prompts: list[list[int]], new: list[int], index: int) -> list[Made]:
@@ -202,9 +219,10 @@ def mismatch(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[s
     found: dict[str, dict[str, float]] = {work: {} for work in settings["works"]}
     for work in found:
         for name in names:
-            if not written(folder) and SIDES[name][0] == "vllm":
+            made = folder / f"{list(SIDES).index(name)} {work}.json"
+            if (not written(folder) and SIDES[name][0] == "vllm") or not made.exists():
                 continue
-            kept = json.loads((folder / f"{list(SIDES).index(name)} {work}.json").read_text())
+            kept = json.loads(made.read_text())
             with torch.no_grad():
                 rows = rlloop.token_logprobs(model, [(prompt, ids) for prompt, ids, _ in kept], max_tokens=16384)
             scored = torch.cat(rows).cpu().numpy()
@@ -225,61 +243,132 @@ def mismatches(folder: Path, settings: dict[str, Any], names: list[str]) -> dict
     return json.loads(out.stdout.splitlines()[-1])
 
 
-def speeds(folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool) -> Speeds:
-    """Tokens per second of each engine's rounds, by work. `turns`: all start, and then take turns."""
+def setups_of(shape: str, first: str) -> list[str]:
+    """Those of `SETUPS` to try, from the first on: Triton's kernels only where the shape has gated delta networks."""
+    config = EVERY[shape][1]
+    delta = "linear_attention" in config.get("text_config", config).get("layer_types", ())
+    every = [setup for setup in SETUPS if setup != TRITON or delta]
+    return every[every.index(first) :] if first in every else every
+
+
+def speeds(
+    folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool,
+    environment: dict[str, str], known: Callable[[str, Speeds, Setups], None], logs: Path | None,
+) -> tuple[Speeds, Setups]:  # fmt: skip
+    """Tokens per second of each engine's rounds, by work, and how vLLM was set up. `turns`: all start, and then take
+    turns. `known` gets a work and all so far whenever there is more of it. Raises `SystemExit` where rlloop ends."""
     found: Speeds = {work: {} for work in settings["works"]}
-    command = [sys.executable, __file__, "--child", str(folder), json.dumps(settings)]
-    for group in [names] if turns else [[name] for name in names]:
-        sides = [Child(name, [*command, name], SIDES[name][1]) for name in group]
-        for work, by_side in in_turns(sides, found, rounds).items():
+    setups: Setups = {}
+    errors: list[str] = []
+
+    def started(name: str, setup: str) -> Child:
+        command = [sys.executable, __file__, "--child", str(folder), json.dumps({**settings, "setup": setup}), name]
+        return Child(name, command, {**SIDES[name][1], **environment}, None if logs is None else logs / f"{name}.log")
+
+    def measured(children: list[Child], works: list[str], setup: str) -> None:
+        def ended(child: Child, error: Ended) -> None:
+            if child.name == "rlloop":
+                raise error
+            print(f"{setup and f'{setup}: '}{error}", file=sys.stderr, flush=True)
+            errors.append("\n    ".join([f"{child.name} ended{setup and f' ({setup})'}", *error.errors]))
+
+        def more(work: str, by_side: Rounds) -> None:
+            if not by_side:
+                return
             found[work] |= by_side
-    return found
+            setups.update({(work, name): setup for name in by_side})
+            known(work, found, setups)
+
+        in_turns(children, works, rounds, more, ended)
+
+    first, *others = setups_of(settings["shape"], settings["setup"])
+    for group in [names] if turns else [[name] for name in names]:
+        measured([started(name, first) for name in group], settings["works"], first)
+        for name in group:
+            tries = iter(others if SIDES[name][0] == "vllm" else [])
+            while left := [work for work in settings["works"] if name not in found[work]]:
+                if (setup := next(tries, None)) is None:
+                    setups.update({(work, name): None for work in left})
+                    break
+                print(f"{name}: once more, alone: {setup}", file=sys.stderr, flush=True)
+                measured([started(name, setup)], left, setup)
+    for each in errors:  # once more, where they are seen
+        print(each, file=sys.stderr, flush=True)
+    return found, setups
 
 
-def figures_of(shape: str, works: list[str], names: list[str], rounds: int, seeded: bool) -> list[Figure]:
+def title_of(shape: str, work: str) -> str:
+    return f"engine, {EVERY[shape][0]} bf16, {WORKS[work]}, logprobs"
+
+
+def speed_figures(shape: str, work: str, found: Rounds, setups: Setups, seeded: bool) -> list[Figure]:
+    """Of one work: each engine of rlloop's beside each of vLLM's that was asked to run it."""
+    import torch
+
+    config, rates = EVERY[shape][1], device_rates(device_name()) if torch.cuda.is_available() else None
+    bounded = rates is not None and shape in SHAPES
+    bound = engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates) if bounded else None
+    figures = []
+    peers = [peer for peer in AIMS if (work, peer) in setups]
+    for name in (name for name in found if name not in AIMS):
+        for peer in peers or [None]:
+            said = None
+            if peer is not None:
+                setup = setups[work, peer]
+                how = [peer, "seeded" if seeded else "unseeded", *([setup] if setup else [])]
+                said = f"{peer}: it ended" if setup is None else ", ".join(how)
+            figures.append(
+                Figure.of_rounds(
+                    title_of(shape, work) + ("" if name == "rlloop" else f", {name}"), "tokens/s", found[name], said,
+                    found.get(peer or ""), aim=AIMS.get(peer or ""), roofline=bound,
+                )
+            )  # fmt: skip
+    return figures
+
+
+def figures_of(
+    shape: str, works: list[str], names: list[str], rounds: int, seeded: bool,
+    record: Callable[[list[Figure]], object], setup: str = AS_IT_COMES, environment: dict[str, str] | None = None,
+    logs: Path | None = None,
+) -> None:  # fmt: skip
+    """Record a shape's figures, those of a work once its rounds are over."""
     import torch
 
     words, config = EVERY[shape]
     names = [name for name in names if name in RECURRENT_SIDES or not bytes_of(shape)[2]]
     memory = 1 << 40 if shape in TINIES else torch.cuda.get_device_properties(0).total_memory
-    turns, rates = together(shape, names, works, memory), device_rates(device_name())
+    turns = together(shape, names, works, memory)
     sizes = [sizes_of(work, index) for work in works for index in range(rounds + 1)]
     settings = {
         "shape": shape, "works": works, "seeded": seeded, "running": min(RUNNING, max(map(len, sizes))),
         "cache": cache_bytes(shape, works, len(names) if turns else 1, memory),
         "most": min(150000, config.get("text_config", config)["vocab_size"]),
-        "longest": max(sum(size) for each in sizes for size in each) + 16,
+        "longest": max(sum(size) for each in sizes for size in each) + 16, "setup": setup,
     }  # fmt: skip
+
+    def known(work: str, found: Speeds, setups: Setups) -> None:
+        record(speed_figures(shape, work, found[work], setups, seeded))
+
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if bytes_of(shape)[0] <= WRITTEN:
             make_folder(shape, folder)
         else:
             (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-        found = speeds(folder, settings, names, rounds, turns)
+        found, setups = speeds(folder, settings, names, rounds, turns, environment or {}, known, logs)
+        for work in works:
+            if any(setups.get((work, name), "") is None for name in names):
+                known(work, found, setups)  # with the names of engines that ended
         apart = mismatches(folder, settings, names)
-    figures = []
-    for work in works:
-        title = f"engine, {words} bf16, {WORKS[work]}, logprobs"
-        bounded = rates is not None and shape in SHAPES
-        bound = engine_speed(config, sizes_of(work, 1), SHARED.get(work, 1), rates) if bounded else None
-        peers = [peer for peer in AIMS if peer in names]
-        for name in (name for name in names if name not in AIMS):
-            more = "" if name == "rlloop" else f", {name}"
-            for peer in peers or [None]:
-                said = peer and f"{peer}, {'seeded' if seeded else 'unseeded'}"
-                figures.append(
-                    Figure.of_rounds(
-                        title + more, "tokens/s", found[work][name], said, found[work].get(peer or ""),
-                        aim=AIMS.get(peer or ""), roofline=bound,
-                    )
-                )  # fmt: skip
-        scored = f"{words} bf16" if work == "crowd" else f"{words} bf16, {WORKS[work]}"
-        figures += [
-            Figure(name=f"k3 of {name} from the trainer, {scored}", unit="nats", value=k3)
-            for name, k3 in apart[work].items()
-        ]
-    return figures
+    record([
+        Figure(
+            name=f"k3 of {name} from the trainer, {words} bf16" + ("" if work == "crowd" else f", {WORKS[work]}"),
+            unit="nats", value=k3,
+        )
+        for work in works
+        for name, k3 in apart[work].items()
+        if name in found[work]
+    ])  # fmt: skip
 
 
 def main() -> None:
@@ -292,6 +381,11 @@ def main() -> None:
         "--tiny", nargs="?", const="tiny", choices=TINIES, help="a toy on a CPU, one request, nothing recorded"
     )
     parser.add_argument("--without", choices=list(SIDES), action="append", default=[], help="of the engines")
+    parser.add_argument("--setup", choices=[each for each in SETUPS if each], default=AS_IT_COMES, help="of vLLM")
+    parser.add_argument(
+        "--in-process", action="store_true", help="vLLM's engine has no process of its own; its errors have tracebacks"
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="for all that the engines write")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     cells.add_arguments(parser)
     args = parser.parse_args()
@@ -302,21 +396,31 @@ def main() -> None:
         else:
             serve(what, Path(folder), json.loads(settings))
         return
+    names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.in_process else {}
+
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+
+    def record(figures: list[Figure]) -> None:
+        if args.quick or args.tiny:
+            print(table(figures), flush=True)
+        else:
+            report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
+
+    def measure(shape: str, works: list[str], rounds: int) -> None:
+        figures_of(shape, works, names, rounds, args.seeded, record, args.setup, environment, args.logs)
+
     if args.tiny:
-        print(table(figures_of(args.tiny, ["one"], ["rlloop"], 2, seeded=False)))
+        measure(args.tiny, ["one"], 2)
         return
     picked = [cell.split("/") for cell in cells.chosen(CELLS, args.cells)]
     works = {shape: [work for each, work in picked if each == shape] for shape, _ in picked}
     if args.list:
         print("\n".join(map("/".join, picked)))
         return
-    names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
     for shape in cells.within({shape: [f"{shape}/{work}" for work in works[shape]] for shape in works}, args.seconds):
-        figures = figures_of(shape, works[shape], names, args.rounds, args.seeded)
-        if args.quick:
-            print(table(figures))
-        else:
-            report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
+        measure(shape, works[shape], args.rounds)
 
 
 if __name__ == "__main__":

@@ -121,8 +121,15 @@ EVERY = {**SHAPES, **RECURRENT, **TINIES}
 L2_BYTES = 200 << 20  # what rotating inputs take at least: several times the cache
 
 
-def random_model(config: Mapping[str, Any], device: str = "cuda") -> Model:
-    """A random model in bfloat16, drawn where it is to be (a CPU draws 8B numbers for minutes), as `new_model` does."""
+def random_model(
+    config: Mapping[str, Any],
+    device: str = "cuda",
+    own: Callable[[str, torch.Size, torch.Generator], torch.Tensor | None] | None = None,
+) -> Model:
+    """A random model in bfloat16, drawn where it is to be (a CPU draws 8B numbers for minutes), as `new_model` does.
+
+    `own(name, shape, generator)` may draw a frozen weight otherwise; None from it: as usual.
+    """
     from rlloop.models import Model
     from rlloop.models.config import parse_config
     from rlloop.models.experts import BIAS
@@ -135,10 +142,13 @@ def random_model(config: Mapping[str, Any], device: str = "cuda") -> Model:
     with torch.device("meta"):
         model = Model(parsed, None, context)
     centred = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Norm) and each.centred}
-    generator, state = torch.Generator(place).manual_seed(0), {}
+    generator, state, frozen = torch.Generator(place).manual_seed(0), dict[str, torch.Tensor](), list[str]()
     for name, parameter in model.named_parameters():
         kind = torch.float32 if name.endswith(BIAS) else torch.bfloat16
-        if name.endswith("A_log"):
+        if own is not None and (drawn := own(name, parameter.shape, generator)) is not None:
+            state[name] = torch.nn.Parameter(drawn, requires_grad=False)
+            frozen.append(name)
+        elif name.endswith("A_log"):
             state[name] = torch.arange(1, len(parameter) + 1, device=place).log().to(kind)
         elif name in centred or (name.endswith("bias") and not name.endswith("dt_bias")):
             state[name] = torch.zeros(parameter.shape, device=place, dtype=kind)
@@ -148,6 +158,8 @@ def random_model(config: Mapping[str, Any], device: str = "cuda") -> Model:
             drawn = torch.randn(parameter.shape, device=place, dtype=kind, generator=generator)
             state[name] = drawn.mul_(parsed.initializer_range)
     model.load_state_dict(state, assign=True)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     model.rope = RopeTable(parsed, "cpu").to(place)
     return model
 

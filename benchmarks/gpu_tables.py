@@ -62,13 +62,13 @@ TABLES = {
     "linear": Table("gpu_linear.py", "products beside cuBLAS", 10, more="vllm, batch_invariant_ops"),
     "experts": Table("gpu_experts.py", "a layer's experts", 5, more="vllm"),
     "adapters": Table("gpu_adapters.py", "decoding with adapters", 15, "--vllm", peer="vllm", parts="--shape"),
-    "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 15),
+    "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
     "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
     "recurrent": Table(
         "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, vllm", parts="--cells, --seconds"
     ),
     "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
-    "offload": Table("offload.py", "moments and masters on the host", 15),
+    "offload": Table("offload.py", "moments and masters on the host", 5, parts="--layers, --seconds"),
     "ranks-engine": Table(
         "ranks_engine.py", "an engine over GPUs", 20, "--vllm --tp {gpus}", gpus=2, peer="vllm", parts="--only"
     ),

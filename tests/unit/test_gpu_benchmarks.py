@@ -220,3 +220,92 @@ def test_the_studys_arms_are_configurations(module):
         name, overrides = words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]
         config = build(compose_recipe(name, overrides))
         assert config.rollout.drift is not None or run.arm in ("zero_kld", "other_batches", "router")
+
+
+def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):
+    children = module("children")
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); from children import answer;"
+    good = [sys.executable, "-c", f"{path} answer(lambda line: int(line.split()[1]))"]
+    bad = [sys.executable, "-c", f"{path} print('on stdout'); answer(lambda line: 1 / (2 - int(line.split()[1])))"]
+    known, gone = [], []
+
+    def sides() -> list:
+        return [children.Child("good", good), children.Child("bad", bad, log=tmp_path / "log")]
+
+    found = children.in_turns(sides(), ["a", "b"], 2, lambda *of: known.append(of), lambda *of: gone.append(of))
+    assert found == {"a": {"good": [1, 2]}, "b": {"good": [1, 2]}}
+    assert known == list(found.items())
+    ((child, error),) = gone
+    assert child.name == "bad"
+    assert error.errors == ["ZeroDivisionError: division by zero"]
+    assert "on stdout" in str(error)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert {"on stdout", "ZeroDivisionError: division by zero"} <= {*(tmp_path / "log").read_text().splitlines()}
+    with pytest.raises(children.Ended, match="bad ended with code 1"):
+        children.in_turns(sides(), ["a"], 2)
+
+
+def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypatch):
+    engine, tried = module("gpu_engine"), []
+    assert engine.setups_of("8B", "") == ["", engine.CAREFUL]
+    assert engine.setups_of("qwen3.5-moe", "") == list(engine.SETUPS)
+    assert engine.setups_of("qwen3.5-moe", engine.TRITON) == [engine.TRITON, engine.CAREFUL]
+
+    class Child:
+        def __init__(self, name, command, environment, log) -> None:
+            self.name, self.setup = name, json.loads(command[-2])["setup"]
+
+    def in_turns(sides, works, rounds, known, ended):
+        tried.append([(each.name, each.setup, *works) for each in sides])
+        for each in [each for each in sides if each.name != "rlloop" and each.setup != engine.CAREFUL]:
+            ended(each, engine.Ended(each.name, 1, ["an Error"]))
+        for work in works:
+            known(work, {each.name: [2.0] for each in sides if each.name == "rlloop" or each.setup == engine.CAREFUL})
+
+    monkeypatch.setattr(engine, "Child", Child)
+    monkeypatch.setattr(engine, "in_turns", in_turns)
+    names, recorded = ["rlloop", "vLLM default"], []
+
+    def known(work, found, setups) -> None:
+        recorded.append(engine.speed_figures("qwen3.5-moe", work, found[work], setups, False))
+
+    settings = {"shape": "qwen3.5-moe", "works": ["one"], "setup": ""}
+    engine.speeds(tmp_path, settings, names, 1, True, {}, known, None)
+    assert tried == [
+        [("rlloop", "", "one"), ("vLLM default", "", "one")],
+        [("vLLM default", engine.TRITON, "one")],
+        [("vLLM default", engine.CAREFUL, "one")],
+    ]
+    ((first,), (last,)) = recorded
+    assert (first.value, first.peer) == (2.0, None)  # known although the peer ended
+    assert (last.name, last.ratio) == (first.name, 1.0)
+    assert last.peer == f"vLLM default, unseeded, {engine.CAREFUL}"
+    (figure,) = engine.speed_figures("8B", "one", {"rlloop": [2.0]}, {("one", "vLLM default"): None}, False)
+    assert (figure.peer, figure.peer_value) == ("vLLM default: it ended", None)
+
+
+def test_random_packed_experts_are_those_that_a_checkpoint_would_have(module):
+    packed, shapes = module("gpu_packed"), module("gpu_shapes")
+    config = packed.work_of(True)[0]
+    model, plain = (shapes.random_model(config, "cpu", own) for own in (packed.packed, None))
+    experts = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+    assert experts.shape == plain.get_parameter("model.layers.0.mlp.experts.gate_up_proj").shape
+    assert not experts.requires_grad
+    weights = experts.dequantised()
+    assert weights.isfinite().all()
+    assert weights.std().item() == pytest.approx(0.023, rel=0.1)
+    assert model.get_parameter("model.embed_tokens.weight").requires_grad
+
+
+def test_offloaded_and_plain_steps_are_recorded_one_by_one(module):
+    offload = module("offload")
+    none = offload.Run("a GPU", "d", 2.0, 0.5, 60 * offload.GIB, 0.0, 1e9)
+    moments = none._replace(step=3.0, update=1.5, peak=30 * offload.GIB, moved=2e9)
+    alone = offload.figures_of("4b, 64 tokens", "none", none, None, "none")
+    assert [(each.name, each.value, each.peer) for each in alone] == [
+        ("step, 4b, 64 tokens, none", 2.0, None), ("peak memory, 4b, 64 tokens, none", 60.0, None),
+    ]  # fmt: skip
+    step, peak, update = offload.figures_of("4b, 64 tokens", "moments", moments, none, "none")
+    assert (step.ratio, peak.ratio, update.value, update.ratio) == (2 / 3, 2.0, 1.0, 2.0)
+    step, peak = offload.figures_of("4b, 64 tokens", "moments", moments, None, "none: out of memory")
+    assert (step.peer, step.ratio, peak.ratio) == ("none: out of memory", None, None)
