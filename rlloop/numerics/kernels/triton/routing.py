@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 
@@ -50,8 +50,11 @@ def _route(
     logits, bias, given, scores, chosen, weights, tokens, epsilon, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     TOP: tl.constexpr, TOP_WIDE: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_WIDE: tl.constexpr, TOP_GROUPS: tl.constexpr, NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    GIVEN: tl.constexpr,
+    GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (column < SIZE)[None, :]
@@ -96,7 +99,7 @@ def route(
     normalise: bool, epsilon: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(weights, chosen, scores). No `bias` and no `given` are empty, wherever they lie."""
-    logits, (tokens, count) = aligned(logits), logits.shape
+    logits, (tokens, count), early = aligned(logits), logits.shape, hopper(logits.device)
     scores, weights = torch.empty_like(logits), logits.new_empty(tokens, top_k)
     chosen = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     if tokens:
@@ -106,7 +109,8 @@ def route(
             logits, bias if len(bias) else logits, given.contiguous() if len(given) else chosen, scores, chosen,
             weights, tokens, epsilon, scale, SIZE=count, BLOCK=block, TOP=top_k, TOP_WIDE=power_of_two(top_k),
             ROWS=rows, SIGMOID=sigmoid, GROUPS=groups, GROUPS_WIDE=power_of_two(groups), TOP_GROUPS=top_groups,
-            NORMALISE=normalise, HAS_BIAS=len(bias) > 0, GIVEN=len(given) > 0, num_warps=4, **EXACT,
+            NORMALISE=normalise, HAS_BIAS=len(bias) > 0, GIVEN=len(given) > 0, EARLY=early, num_warps=4,
+            launch_pdl=early, **EXACT,
         )  # fmt: skip
     return weights, chosen, scores
 
@@ -116,9 +120,9 @@ def _combine(
     slots, chosen, weights, shared, out, width, TOP: tl.constexpr, TOP_WIDE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SHARED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`EARLY`: this launch has begun before the one before it is done."""
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import hopper, power_of_two
 
@@ -112,6 +112,7 @@ def _sort(
 ):  # fmt: skip
     """A program a group: how many choices are of groups before it, and its own in their order."""
     if EARLY:
+        gdc_wait()
         gdc_launch_dependents()
     group, lane = tl.program_id(0), tl.arange(0, BLOCK)
     each = tl.load(chosen + lane, lane < rows, GROUPS)
@@ -143,6 +144,7 @@ def _place(
 ):  # fmt: skip
     """A program a group and `span` choices: the group's own among them, in their order."""
     if EARLY:
+        gdc_wait()
         gdc_launch_dependents()
     group, part = tl.program_id(0), tl.program_id(1)
     each_group, each_part, lane = tl.arange(0, WIDE)[None, :], tl.arange(0, PARTS)[:, None], tl.arange(0, BLOCK)
@@ -176,7 +178,7 @@ def sorted_by_group(chosen: Tensor, count: int, dtype: torch.dtype) -> tuple[Ten
     if rows <= FEW:
         _sort[(count,)](
             chosen, order, offsets, table, rows, tasks, GROUPS=count, HEIGHT=height.rows, BY_ROW=by_row,
-            BLOCK=power_of_two(rows, 128), EARLY=early, num_warps=4,
+            BLOCK=power_of_two(rows, 128), EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     else:
         blocks, wide = triton.cdiv(rows, FEW), power_of_two(count)
@@ -186,6 +188,6 @@ def sorted_by_group(chosen: Tensor, count: int, dtype: torch.dtype) -> tuple[Ten
         _count[(parts,)](chosen, counts, rows, span, WIDE=wide, BLOCK=FEW, num_warps=4)
         _place[(count, parts)](
             chosen, counts, order, offsets, table, rows, tasks, span, GROUPS=count, WIDE=wide, HEIGHT=height.rows,
-            BY_ROW=by_row, BLOCK=FEW, PARTS=PARTS, EARLY=early, num_warps=4,
+            BY_ROW=by_row, BLOCK=FEW, PARTS=PARTS, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return order, Groups(offsets, table, height)
