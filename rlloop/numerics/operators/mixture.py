@@ -131,8 +131,11 @@ def clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
 
 
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
-    whole = kernels_for(x.device).gated_experts
-    if whole is not None and gated and clamped is None and not is_packed(up, down):
+    kernels = kernels_for(x.device)
+    whole = kernels.gated_experts
+    if is_packed(up, down) and (torch.is_grad_enabled() and x.requires_grad or "gated_experts" not in kernels.READS_PACKED):
+        whole = None
+    if whole is not None and gated and clamped is None:
         return whole(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
