@@ -34,9 +34,9 @@ TILES = {  # of int4 by `sorting.Height.most`; an output with its gate is two
 OTHERS = Tiles(64, 128, 4, 2)  # of the other formats
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# A byte's two codes, and twice their scale, in pairs of bfloat16. Under 0x4300 a code u reads as 128 + u; less 136 that is
-# u - 8, exactly, and the product with the scale is rounded once. By fma, which has pairs on every GPU that has bfloat16:
-# times 1, and plus -0, which leaves a zero its sign. A multiplication moves the high code: the unit of shifts is busier.
+# A byte's two codes, and twice their scale, in pairs of bfloat16. Under 0x4300 a code u reads as 128 + u; less 136 that
+# is u - 8, exactly, and the product with the scale is rounded once. By fma, which has pairs wherever bfloat16 is: times
+# 1, and plus -0, which leaves a zero its sign. A multiplication moves the high code: the unit of shifts is busier.
 UNPACK = tl.constexpr("""{
     .reg .b32 pair, none, one, eight, zero;
     mov.b32 none, 0;
@@ -182,15 +182,15 @@ def _product(
         known = first + known
         x_at = x + source[:, None] * width + k[None, :]
         sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        for at in range(0, width, WIDTH):
-            if WHOLE:
-                xs = tl.load(x_at, valid[:, None], 0.0)
-            else:
-                xs = tl.load(x_at, valid[:, None] & (k < width - at)[None, :], 0.0)
+        for at in range(0, width, WIDTH):  # weights first: their places are known while the rows' are looked up
             if FAST:
                 ws = _int4_tile(codes, scales, known, at, width, WHOLE, OUTPUTS, WIDTH)
             else:
                 ws = _tile(codes, scales, tensor_scale, known, at, width, KIND, PER, GROUP, OUTPUTS, WIDTH)
+            if WHOLE:
+                xs = tl.load(x_at, valid[:, None], 0.0)
+            else:
+                xs = tl.load(x_at, valid[:, None] & (k < width - at)[None, :], 0.0)
             sums = tl.dot(ws.to(xs.dtype), xs.T, sums, input_precision="ieee")
             x_at += WIDTH
         kind = out.dtype.element_ty
