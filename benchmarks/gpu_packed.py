@@ -5,7 +5,9 @@
 Widths of Qwen3-30B-A3B (128 experts of 768, 8 a token, hidden 2,048); experts in groups of 32 as Kimi K2 is released,
 all else bfloat16, an adapter of rank 32 over all linear layers. Both models decode in turns without it and with it, 1
 to 128 requests (so that at most 8 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each
-takes forward, backward and AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. `--memory
+takes forward, backward and AdamW of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. A layer's
+experts alone, told their choices, stand in graphs over many draws, so that none of their weights is in the cache: in
+these rows the packed bytes show, which share a decoding step with all that is not packed. `--memory
 N`: one model of N layers at a time, an engine and a trainer above it, peak of the device after sampling and a step; the
 plain model's weights are zeros, which take as much room. `--layers 0`: memory alone.
 """
@@ -24,7 +26,7 @@ from typing import Any
 import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import numpy as np
 import torch
-from gpu_shapes import random_model
+from gpu_shapes import random_model, seconds
 from ranks_experts import MIXTURE, TINY
 from results_schema import Figure, report, table
 from safetensors.torch import load_file, save_file
@@ -35,9 +37,14 @@ from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
 from rlloop.launch.workers import with_lora
 from rlloop.models import Model, new_model, save_model
+from rlloop.numerics.ops import ops_for
+from rlloop.numerics.packed import INT4 as PACKING
+from rlloop.numerics.packed import PackedWeight
+from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer, TrainSequence
 
 GROUP, GIB, ROUNDS, LORA = 32, 1 << 30, 3, LoraSection(rank=32)
+ALONE, DRAWS = (1, 8, 32, 64, 128), 16  # requests; at 128 eight rows meet at an expert on average
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
@@ -160,6 +167,42 @@ def speeds(models: dict[str, Model], rows: list[int], new: int, batch: tuple[int
     return figures
 
 
+def experts_alone() -> list[Figure]:
+    hidden, inner = MIXTURE["hidden_size"], MIXTURE["moe_intermediate_size"]
+    count, top_k = MIXTURE["num_experts"], MIXTURE["num_experts_per_tok"]
+    generator, ops, figures = torch.Generator("cuda").manual_seed(0), ops_for(NumericsProfile()), list[Figure]()
+
+    def packed(rows: int, width: int) -> PackedWeight:
+        codes = torch.empty(count, rows, width // 8, dtype=torch.int32, device="cuda")
+        scales = torch.rand(count, rows, width // GROUP, device="cuda", generator=generator)
+        return PackedWeight(
+            codes.random_(-(2**31), 2**31 - 1, generator=generator), (scales + 0.5).mul(0.005).bfloat16(), PACKING
+        )
+
+    with torch.inference_mode():
+        int4 = packed(2 * inner, hidden), packed(hidden, inner)
+        plain = int4[0].dequantised(), int4[1].dequantised()
+        for tokens in ALONE:
+            drawn = [
+                (
+                    torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", generator=generator),
+                    torch.rand(tokens, count, device="cuda", generator=generator).topk(top_k)[1],
+                )
+                for _ in range(DRAWS)
+            ]
+            assert torch.equal(*(ops.experts(drawn[0][0], *weights, drawn[0][1]) for weights in (int4, plain)))
+            mine, other = seconds(
+                [[lambda x=x, c=c, w=w: ops.experts(x, *w, c) for x, c in drawn] for w in (int4, plain)]
+            )
+            figures.append(
+                Figure.of_rounds(
+                    f"experts alone, {tokens} requests, int4 experts", "us", [1e6 * each for each in mine], "bfloat16",
+                    [1e6 * each for each in other], lower_is_better=True, aim=1.5,
+                )
+            )  # fmt: skip
+    return figures
+
+
 def peak(model: Model, batch: tuple[int, int]) -> float:
     """Bytes of the device that an engine and a trainer over the model have taken, after sampling and a step."""
     vocab = model.config.vocab_size
@@ -219,6 +262,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
     given = parser.parse_args()
     figures = speed_figures(given.layers, given.tiny) if given.layers else []
+    if given.layers and not given.tiny:
+        figures += experts_alone()
     if given.memory:
         figures.append(memory_figure(given.memory, given.tiny))
     if given.tiny:
