@@ -7,6 +7,7 @@ instructions, in the registers that the tensor core reads.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -226,6 +227,12 @@ def product(x: Tensor, weight: Tensor, groups: Groups, rows: int, **options: Any
     return grouped.product(x, weight, groups, rows, **options)
 
 
+@functools.cache
+def _in_order(device: torch.device) -> bool:
+    """True if codes can be unpacked where they are multiplied: elsewhere the compiler permutes K for joined operands."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def _suits(x: Tensor, weight: PackedWeight, rows: int, groups: int) -> bool:
     few = rows <= FEW_ROWS * groups
     return few and x.element_size() == 2 and weight.codes.shape[-1] > 0 and not weight.transposed
@@ -240,7 +247,7 @@ def _multiplied(
     if out.numel() == 0:
         return out
     codes, scales, tensor_scale = _parts(weight)
-    fast = packing is INT4 and width % 64 == 0 and scales.data_ptr() % 4 == 0
+    fast = packing is INT4 and width % 64 == 0 and scales.data_ptr() % 4 == 0 and _in_order(x.device)
     if fast:
         scales = scales.view(torch.int32)
     height, early = groups.height.rows, hopper(x.device)
