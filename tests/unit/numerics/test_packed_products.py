@@ -55,7 +55,7 @@ def packed(packing: Packing, *shape: int) -> PackedWeight:
     *rows, width = shape
     each = torch.randint(-(2**31), 2**31 - 1, (*rows, width * (8 if packing is FP8 else 4) // 32), generator=generator)
     codes = each.int().view(packing.codes)
-    scales = (torch.rand(*rows, -(-width // packing.group), generator=generator) + 0.5) / 16
+    scales = torch.randn(*rows, -(-width // packing.group), generator=generator) / 16
     if packing is FP8:
         codes = (torch.randn(*rows, width, generator=generator) * 3).to(torch.float8_e4m3fn)
     if packing is MXFP4:

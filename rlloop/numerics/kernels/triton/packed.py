@@ -229,7 +229,7 @@ def product(x: Tensor, weight: Tensor, groups: Groups, rows: int, **options: Any
 
 @functools.cache
 def _in_order(device: torch.device) -> bool:
-    """True if codes can be unpacked where they are multiplied: elsewhere the compiler permutes K for joined operands."""
+    """True if codes can be unpacked where they are multiplied. Elsewhere the compiler permutes K of joined operands."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
