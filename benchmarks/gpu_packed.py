@@ -6,7 +6,9 @@ Widths of Qwen3-30B-A3B (128 experts of 768, 8 a token, hidden 2,048); experts i
 all else bfloat16, an adapter over all linear layers. All weights are random and drawn on the GPU, codes and scales as
 well. Both models decode in turns without the adapter (of rank 32) and with it, 1 to 128 requests (so that at most 8
 rows meet at an expert on average), 64 tokens in and 128 out, logprobs on; then each takes forward, backward and AdamW
-of its adapter over 16 x 1,024 tokens. Medians of three rounds after one.
+of its adapter over 16 x 1,024 tokens. Medians of three rounds after one. A layer's experts alone, told their choices,
+stand in graphs over many draws, so that none of their weights is in the cache: there the packed bytes show, which share
+a decoding step with all that is not packed.
 
 `--memory N`: models of N layers, each in a process of its own, an engine and a trainer above it, peak of the device's
 tensors after sampling and a step, with adapters of `--ranks`: 4 is 32 over the 8 experts of a token, as LoRA Without
@@ -30,7 +32,7 @@ import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import numpy as np
 import torch
 from children import tell, told
-from gpu_shapes import random_model
+from gpu_shapes import random_model, seconds
 from ranks_experts import MIXTURE, TINY
 from results_schema import Figure, report, table
 
@@ -40,10 +42,13 @@ from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
 from rlloop.launch.workers import with_lora
 from rlloop.models import Model
+from rlloop.numerics.ops import ops_for
 from rlloop.numerics.packed import INT4, PackedWeight
+from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer, TrainSequence
 
 GIB, ROUNDS, RANK, KINDS = 1 << 30, 3, 32, ("packed", "bfloat16")
+ALONE, DRAWS = (1, 8, 32, 64, 128), 16  # requests; at 128 eight rows meet at an expert on average
 
 
 def packed(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor | None:
@@ -132,6 +137,32 @@ def work_of(tiny: bool) -> tuple[dict[str, Any], tuple[int, int], str]:
 def speed_figures(layers: int, tiny: bool) -> Iterator[Figure]:
     models = {kind: with_lora(model_of(kind, layers, tiny), LoraSection(rank=RANK), 0) for kind in KINDS}
     yield from speeds(models, [1, 2] if tiny else [1, 8, 32, 128], 4 if tiny else 128, work_of(tiny)[1])
+
+
+def experts_alone() -> Iterator[Figure]:
+    hidden, inner = MIXTURE["hidden_size"], MIXTURE["moe_intermediate_size"]
+    count, top_k = MIXTURE["num_experts"], MIXTURE["num_experts_per_tok"]
+    generator, ops = torch.Generator("cuda").manual_seed(0), ops_for(NumericsProfile())
+    shapes = (torch.Size((count, 2 * inner, hidden)), torch.Size((count, hidden, inner)))
+    with torch.inference_mode():
+        int4 = [packed(".experts.", shape, generator) for shape in shapes]
+        plain = [weight.dequantised() for weight in int4 if isinstance(weight, PackedWeight)]
+        for tokens in ALONE:
+            drawn = [
+                (
+                    torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", generator=generator),
+                    torch.rand(tokens, count, device="cuda", generator=generator).topk(top_k)[1],
+                )
+                for _ in range(DRAWS)
+            ]
+            assert torch.equal(*(ops.experts(drawn[0][0], *weights, drawn[0][1]) for weights in (int4, plain)))
+            mine, other = seconds(
+                [[lambda x=x, c=c, w=w: ops.experts(x, *w, c) for x, c in drawn] for w in (int4, plain)]
+            )
+            yield Figure.of_rounds(
+                f"experts alone, {tokens} requests, int4 experts", "us", [1e6 * each for each in mine], "bfloat16",
+                [1e6 * each for each in other], lower_is_better=True, aim=1.5,
+            )  # fmt: skip
 
 
 def allocated(tiny: bool, peak: bool = False) -> int:
@@ -243,6 +274,9 @@ def main() -> None:
     for layers in given.memory:  # before this process takes any of the GPU
         for device, figure in memory_figures(layers, given.ranks, given.tiny, deadline):
             known(figure, device)
+    if given.layers and not given.tiny:
+        for figure in experts_alone():
+            known(figure)
     for figure in speed_figures(given.layers, given.tiny) if given.layers else ():
         known(figure)
 

@@ -215,6 +215,20 @@ def test_packed_weights_have_the_bits_of_plain_ones(kind, rows, width):
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("kind", ["int4", "nvfp4", "fp8"])
+def test_packed_experts_have_the_bits_of_plain_ones(kind):
+    weights = [packed_weight(kind, 8 * rows, width) for rows, width in ((384, 512), (512, 192))]
+    packed = [weight.like(lambda x: x.unflatten(0, (8, -1))) for weight, _ in weights]
+    plain = [values.unflatten(0, (8, -1)) for _, values in weights]
+    for tokens in (1, 2, 16, 60, 200, 400):  # up to 100 rows an expert
+        x = randn(tokens, 512, seed=tokens, dtype=torch.bfloat16)
+        chosen = randn(tokens, 8, seed=tokens + 1, dtype=torch.float32).topk(2).indices
+        with torch.no_grad():
+            expected = OPS.experts(x, *plain, chosen)
+            assert same_bits(OPS.experts(x, *packed, chosen), expected), tokens
+        assert same_bits(OPS.experts(x.requires_grad_(), *packed, chosen).detach(), expected), tokens
+
+
 def test_packed_experts_and_powers_of_two():
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (4, 96, 64), generator=generator, dtype=torch.uint8)

@@ -233,7 +233,7 @@ class Kernels(Protocol):
 
     @property
     def READS_PACKED(self) -> Collection[str]:
-        """Functions that take packed weights; others get dequantised ones."""
+        """Functions that take packed weights; others get dequantised ones. `gated_experts` without a gradient alone."""
         ...
 
     @property

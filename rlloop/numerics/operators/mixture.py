@@ -131,8 +131,12 @@ def clamped_glu(x: Tensor, rule: Clamped) -> Tensor:
 
 
 def experts(x: Tensor, up: Tensor, down: Tensor, chosen: Tensor, gated: bool, clamped: Clamped | None = None) -> Tensor:
-    whole = kernels_for(x.device).gated_experts
-    if whole is not None and gated and clamped is None and not is_packed(up, down):
+    kernels = kernels_for(x.device)
+    whole = kernels.gated_experts
+    if is_packed(up, down):
+        differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in (x, up, down))
+        whole = None if differentiated or "gated_experts" not in kernels.READS_PACKED else whole
+    if whole is not None and gated and clamped is None:
         return whole(x, up, down, chosen)
     tokens, top_k = chosen.shape
     order = chosen.flatten().argsort(stable=True)

@@ -11,6 +11,7 @@ import pytest
 CASES = {
     "one adapter": ["tests/support/emulated_launches.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py", "-k", "one_input"],
+    "packed weights": ["tests/unit/numerics/test_packed_products.py"],
     "operations": ["tests/unit/numerics/test_vision_operations.py"],
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],
     "shared prefixes": ["tests/unit/numerics/test_shared_prefixes.py", "-k", "added_up or latents"],

@@ -126,7 +126,9 @@ __all__ = [
 strict_products()
 
 
-READS_PACKED = frozenset({"linear", "linear_float32", "grouped_linear", "adapted_linear", "adapted_grouped_linear"})
+READS_PACKED = frozenset(
+    {"linear", "linear_float32", "grouped_linear", "adapted_linear", "adapted_grouped_linear", "gated_experts"}
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.fp8 import Fp8Weight
-from rlloop.numerics.kernels.triton import fp8, grouped, sorting
+from rlloop.numerics.kernels.triton import fp8, grouped, packed, sorting
 from rlloop.numerics.kernels.triton.launch import EXACT
 
 ROWS, COLUMNS = 4, 256  # of a program of the activation
@@ -106,8 +106,8 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> Tensor:
         order, groups = None, sorting.each_its_own(chosen.flatten(), x.dtype)
     else:
         order, groups = sorting.sorted_by_group(chosen.flatten(), len(down), x.dtype)
-    activated = grouped.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
-    return grouped.product(activated, down, groups, rows, order=order, scatter=True).unflatten(0, (tokens, top_k))
+    activated = packed.product(x, gate_up, groups, rows, order=order, gather=top_k, activate=True)
+    return packed.product(activated, down, groups, rows, order=order, scatter=True).unflatten(0, (tokens, top_k))
 
 
 class _Fp8Experts(_Experts):

@@ -71,6 +71,45 @@ def _sums(
     return sums
 
 
+@triton.jit
+def task_of(table, tile, count, EACH: tl.constexpr):
+    """(a tile's group or −1, its first row), as in `sorting.Groups`."""
+    if EACH:
+        group, begin = tl.load(table + tile).to(tl.int32), tile
+        group = tl.where(group < count, group, -1)
+    else:
+        group, begin = tl.load(table + tile * 2), tl.load(table + tile * 2 + 1)
+    return group, begin
+
+
+@triton.jit
+def rows_of(
+    order, offsets, group, begin, copies, ROWS: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
+    EACH: tl.constexpr,
+):  # fmt: skip
+    """A tile's rows by group, which of them there are, where they were before, and whence they are read."""
+    lane = tl.arange(0, ROWS)
+    row = begin + lane
+    if EACH:
+        valid = lane == 0
+        unsorted_row = row
+    else:
+        valid = row < tl.load(offsets + group + 1)
+        unsorted_row = row
+        if GATHER or SCATTER:
+            unsorted_row = tl.load(order + row, valid, 0)
+    source = tl.where(valid, unsorted_row // copies if GATHER else row, 0).to(tl.int64)
+    return row, valid, unsorted_row, source
+
+
+@triton.jit
+def activated(sums, KIND: tl.constexpr):
+    """silu(gate) * up of the rounded sums [..., 2]."""
+    gate, up = sums.split()
+    gate, up = gate.to(KIND).to(tl.float32), up.to(KIND).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["tasks", "count", "copies"])
 def _product(
     x, weight, x_tiles, w_tiles, out, order, offsets, table, tasks, count, outputs, width, w_group, w_row, w_column,
@@ -90,32 +129,16 @@ def _product(
     first = task // band * BAND
     height = min(tasks - first, BAND)
     tile, column = first + task % band % height, task % band // height * OUTPUTS
-    lane = tl.arange(0, ROWS)
-    if EACH:
-        group, begin = tl.load(table + tile).to(tl.int32), tile
-        group = tl.where(group < count, group, -1)
-    else:
-        group, begin = tl.load(table + tile * 2), tl.load(table + tile * 2 + 1)
+    group, begin = task_of(table, tile, count, EACH)
     if group >= 0:
-        row = begin + lane
-        if EACH:
-            valid = lane == 0
-            unsorted_row = row
-        else:
-            valid = row < tl.load(offsets + group + 1)
-            unsorted_row = row
-            if GATHER or SCATTER:
-                unsorted_row = tl.load(order + row, valid, 0)
-        source = tl.where(valid, unsorted_row // copies if GATHER else row, 0).to(tl.int64)
+        row, valid, unsorted_row, source = rows_of(order, offsets, group, begin, copies, ROWS, GATHER, SCATTER, EACH)
         sums = _sums(
             x, weight, x_tiles, w_tiles, source, valid, begin, group, column, outputs, width, w_group, w_row, w_column,
             ROWS, OUTPUTS, WIDTH, BY_ROW, WHOLE, PAIRS, FETCH, FETCH_X,
         )  # fmt: skip
         kind = out.dtype.element_ty
         if PAIRS:
-            gate, up = sums.reshape(ROWS, OUTPUTS, 2).split()
-            gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-            sums = gate / (1.0 + tl.exp(-gate)) * up
+            sums = activated(sums.reshape(ROWS, OUTPUTS, 2), kind)
         to, output = (unsorted_row if SCATTER else row).to(tl.int64), column + tl.arange(0, OUTPUTS)
         tl.store(
             out + to[:, None] * outputs + output[None, :], sums.to(kind), valid[:, None] & (output < outputs)[None, :]
