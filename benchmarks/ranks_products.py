@@ -19,12 +19,11 @@ import torch.distributed as dist
 from results_schema import Figure, report
 from torch import Tensor
 
-from rlloop.models.peer_gathers import PeerGathers
 from rlloop.numerics.kernels.triton import backend as kernels
 from rlloop.numerics.kernels.triton import peers
 from rlloop.parallel.context import join
-from rlloop.parallel.division import in_tiles
 from rlloop.parallel.layout import Layout
+from rlloop.parallel.peers import PeerMemory
 
 WIDTH, INNER, QUERIES, KEYS = 4096, 12288, 4096, 1024
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 8192)
@@ -55,12 +54,12 @@ def main() -> None:
     qkv_r, gate_up = torch.cat([rows_of(w) for w in (q, k, v)]), torch.cat([gate_r, up_r])
     o_k, down_k = (w.chunk(tp.size, 1)[tp.rank].contiguous() for w in (o, down))
     heads = QUERIES // tp.size
-    outputs, into = in_tiles(WIDTH, tp), PeerGathers(tp, device, max(given.rows) * INNER, None)
-    assert outputs is not None
+    memory = PeerMemory(tp, device, max(given.rows) * INNER)
 
     inner = torch.empty(max(given.rows), INNER // tp.size, device=device, dtype=torch.bfloat16)
     at_inner = torch.tensor([inner.data_ptr()], device=device)
     wide = torch.randn(max(given.rows), INNER, device=device).bfloat16()
+    side = torch.cuda.Stream()
 
     def reduced(x: Tensor) -> Tensor:
         y = (x @ qkv_r.T)[:, :heads] @ o_k.T
@@ -76,11 +75,46 @@ def main() -> None:
         y = tp.gather(kernels.linear(a, o_r, None), -1)
         return tp.gather(kernels.linear(tp.gather(kernels.gated_linear(y, gate_r, up_r), -1), down_r, None), -1)
 
+    def met(buffer: Tensor) -> Tensor:
+        peers.meet(memory.flags, memory.round, tp.rank)
+        return buffer
+
+    def into(x: Tensor, columns: int) -> Tensor:
+        to = memory.buffer(len(x), columns, tp.rank * x.shape[1])
+        peers.write(x, to.places, columns)
+        return met(to.whole)
+
+    def product_into(x: Tensor, w: Tensor, columns: int) -> Tensor:
+        to = memory.buffer(len(x), columns, tp.rank * len(w))
+        peers.linear_into(x, w, None, to.whole, to.places)
+        return met(to.whole)
+
+    def activated_into(x: Tensor) -> Tensor:
+        to = memory.buffer(len(x), INNER, tp.rank * len(gate_r))
+        peers.gated_linear_into(x, gate_r, up_r, to.whole, to.places)
+        return met(to.whole)
+
+    def in_chunks(x: Tensor, w: Tensor, columns: int) -> Tensor:
+        """cuBLAS works on the next rows while the last ones travel."""
+        to, step = memory.buffer(len(x), columns, tp.rank * len(w)), max(256, len(x) // 4)
+        for begin in range(0, len(x), step):
+            y = kernels.linear(x[begin : begin + step], w, None)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                peers.write(y, to.places, columns, first_row=begin)
+            y.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        return met(to.whole)
+
+    def chunked(x: Tensor) -> Tensor:
+        if len(x) < 1024:
+            return written(x)
+        a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
+        return in_chunks(activated_into(in_chunks(a, o_r, WIDTH)), down_r, WIDTH)
+
     def written(x: Tensor) -> Tensor:
-        """As an engine does it: from 1,024 rows on in two halves, by the copy engines."""
-        own = kernels.linear(x, qkv_r, None)[:, :heads]
-        y = into.product(own, o_r, None, outputs, columns=in_tiles(QUERIES, tp))
-        return into.gated_product(y, gate_r, up_r, in_tiles(INNER, tp), down_r, None, outputs)
+        a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
+        return product_into(activated_into(product_into(a, o_r, WIDTH)), down_r, WIDTH)
 
     def local(x: Tensor) -> Tensor:
         """The products alone, which communicate nothing: a floor."""
@@ -93,6 +127,7 @@ def main() -> None:
         "all-reduce": reduced,
         "gather, NCCL": gathered,
         "gather, written": written,
+        "gather, written in chunks": chunked,
         "products alone": local,
     }
     figures = []

@@ -94,7 +94,7 @@ class Linear(nn.Module):
         peers = peers_of(self.rows)
         plain = ops.adapted(self.weight) is None and not is_packed(self.weight)
         if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
-            return peers.product(x, self.weight, self.bias, self.rows, columns)
+            return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
 
@@ -144,15 +144,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         ops = step.ops
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        gate, up = self.gate_proj, self.up_proj
         if gate.bias is None and ops.fuses:
-            peers, weights = peers_of(self.inner), (gate.weight, up.weight, down.weight)
-            plain = not (is_packed(*weights) or any(map(ops.adapted, weights)))
-            if plain and self.inner and down.rows and peers is not None and peers.takes(x, self.inner, down.rows):
-                return peers.gated_product(
-                    x, gate.weight, up.weight, self.inner, down.weight, down.bias, down.rows
-                )  # fmt: skip
+            peers = peers_of(self.inner)
+            both = gate.weight, up.weight
+            plain = not (is_packed(*both) or any(map(ops.adapted, both)))
+            if plain and self.inner is not None and peers is not None and peers.takes(x, self.inner):
+                return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
             gated = ops.gated_linear(x, gate.weight, up.weight)
         else:
             gated = ops.silu_mul(gate(x, ops), up(x, ops))
-        return down.whole(gated, ops, self.inner)
+        return self.down_proj.whole(gated, ops, self.inner)

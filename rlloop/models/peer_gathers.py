@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 ALIGNED = 8  # numbers: where a rank's columns may begin
 MOST_ROWS = 8192  # of a gather; those of more rows go over the network
-LANED = 2048  # from so many rows on (or half, if they are whole blocks), they go in two halves: while the copy engines
-BLOCK = 256  # move one to the other GPUs, the other is multiplied
 _opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
 
 
@@ -32,63 +30,28 @@ class PeerGathers:
 
     def __init__(self, ranks: Ranks, device: torch.device, numbers: int, before: PeerGathers | None) -> None:
         """`before`: earlier, smaller gathers, whose memory is kept for recorded graphs that write into it."""
-        from rlloop.numerics.kernels.triton import linear, multi_linear, peers
+        from rlloop.numerics.kernels.triton import peers
         from rlloop.parallel.peers import PeerMemory
 
         self.numbers, self._kernels, self._before = numbers, peers, before
-        self._linear, self._gated_linear = linear.product, multi_linear.gated_linear
         self._memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
-        self._side = torch.cuda.Stream(device)
 
     def begin(self) -> None:
         """Start a forward: results of the one before are no longer read."""
         self._meet()
         self._memory.rewind()
 
-    def product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, columns: Division | None = None
-    ) -> Tensor:
-        """x [T, K], own rows of weight and bias -> [T, N]. `columns`: those of x that each rank has; None: x is
-        whole."""
-        kernels, gathered, made = self._kernels, self._buffer(x, columns), self._buffer(x, rows)
+    def gather(self, columns: Tensor, division: Division) -> Tensor:
+        """[T, n] own columns -> [T, N]."""
+        return self._made(columns, division, lambda to: self._kernels.write(columns, to.places, division.count))
 
-        def few() -> None:
-            whole = x
-            if columns is not None:
-                kernels.write(x, gathered.places, columns.count)
-                self._meet()
-                whole = gathered.whole
-            kernels.linear_into(whole, weight, bias, made.whole, made.places)
-            self._meet()
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division) -> Tensor:
+        """x [T, K], own rows of weight and bias -> [T, N]."""
+        return self._made(x, rows, lambda to: self._kernels.linear_into(x, weight, bias, to.whole, to.places))
 
-        def many(part: slice, lane: int) -> None:
-            whole = x[part]
-            if columns is not None:
-                whole = self._copied(x[part], gathered, part, lane)
-            self._copied(self._linear(whole, weight, bias, x.dtype), made, part, lane)
-
-        self._run(len(x), few, many)
-        return made.whole
-
-    def gated_product(
-        self, x: Tensor, gate: Tensor, up: Tensor, inner: Division, down: Tensor, bias: Tensor | None, rows: Division
-    ) -> Tensor:
-        """`silu_mul` of x [T, K] times own rows of gate and up [F, K], times own rows of down [N, F] and its bias ->
-        [T, N]."""
-        kernels, between, made = self._kernels, self._buffer(x, inner), self._buffer(x, rows)
-
-        def few() -> None:
-            kernels.gated_linear_into(x, gate, up, between.whole, between.places)
-            self._meet()
-            kernels.linear_into(between.whole, down, bias, made.whole, made.places)
-            self._meet()
-
-        def many(part: slice, lane: int) -> None:
-            whole = self._copied(self._gated_linear(x[part], gate, up), between, part, lane)
-            self._copied(self._linear(whole, down, bias, x.dtype), made, part, lane)
-
-        self._run(len(x), few, many)
-        return made.whole
+    def gated(self, x: Tensor, gate: Tensor, up: Tensor, rows: Division) -> Tensor:
+        """`silu_mul` of x [T, K] times own rows of gate and up -> [T, F]."""
+        return self._made(x, rows, lambda to: self._kernels.gated_linear_into(x, gate, up, to.whole, to.places))
 
     def chosen(self, x: Tensor, experts: Tensor, begin: int, end: int) -> Tensor:
         """Rows x [T, k, N] of this rank, which are those of the experts [T, k] from `begin` to `end` - 1 -> all ranks'
@@ -110,32 +73,14 @@ class PeerGathers:
             each is None or (each.aligned(ALIGNED) and len(x) * each.count <= self.numbers) for each in divisions
         )
 
-    def _buffer(self, x: Tensor, division: Division | None) -> Any:
-        return None if division is None else self._memory.buffer(len(x), division.count, division.own[0][0])
+    def _made(self, x: Tensor, division: Division, make: Callable[[Buffer], None]) -> Tensor:
+        to = self._memory.buffer(len(x), division.count, division.own[0][0])
+        make(to)
+        self._meet()
+        return to.whole
 
-    def _run(self, rows: int, few: Callable[[], None], many: Callable[[slice, int], None]) -> None:
-        """`few`, or where there are many rows, `many` for each half of them: on this stream and on one beside it."""
-        if rows < LANED and (rows < LANED // 2 or rows % BLOCK):
-            few()
-            return
-        half, here = rows // 2 // BLOCK * BLOCK, torch.cuda.current_stream()
-        self._side.wait_stream(here)
-        many(slice(0, half), 0)
-        with torch.cuda.stream(self._side):
-            many(slice(half, rows), 1)
-        here.wait_stream(self._side)
-
-    def _copied(self, own: Tensor, to: Buffer, part: slice, lane: int) -> Tensor:
-        """These rows of a gather, once all have met: this rank's columns are `own`."""
-        from rlloop.parallel.peers import copy_rows
-
-        stride = to.whole.stride(0)
-        copy_rows(own, [address + part.start * stride * own.element_size() for address in to.addresses], stride)
-        self._meet(lane)
-        return to.whole[part]
-
-    def _meet(self, lane: int = 0) -> None:
-        self._kernels.meet(self._memory.flags[lane], self._memory.rounds[lane], self._memory.ranks.rank)
+    def _meet(self) -> None:
+        self._kernels.meet(self._memory.flags, self._memory.round, self._memory.ranks.rank)
 
 
 def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:
