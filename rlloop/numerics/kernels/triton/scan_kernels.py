@@ -20,6 +20,19 @@ def _split(x):
 
 
 @triton.jit
+def _turned(n):
+    """A product's column n has the number `_turned(n)` (a key's, or a token): 0 4 1 5 2 6 3 7 of each eight."""
+    return (n & -8) | ((n & 1) << 2) | ((n & 6) >> 1)
+
+
+@triton.jit
+def _straight(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns that were `_turned`, in order. A lane has numbers 2 i and 2 i + 1 of eight columns of a product, but
+    multiplies i and i + 4: turned, they are the same, and no number goes to another lane."""
+    return x.reshape(ROWS, COLUMNS // 8, 4, 2).permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
 def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
     return zeros, zeros, zeros
@@ -48,14 +61,14 @@ def _times(high, low, to_high, to_low, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def _written(state, total, high, low, keys):
-    """A piece of a state after a whole chunk: total S + x^T k. Products are summed before the state is added: a tensor
-    core cuts its sums off, which long sums must not be."""
+def _written(high, low, keys):
+    """x^T k, which a whole chunk adds to a piece of a state, at its end: a tensor core cuts its sums off, which long sums
+    must not be."""
     to_high, to_low = _split(keys)
     sums = tl.dot(low, to_high, input_precision="tf32", max_num_imprecise_acc=16)
     sums = tl.dot(high, to_low, sums, input_precision="tf32", max_num_imprecise_acc=16)
     sums = tl.dot(high, to_high, sums, input_precision="tf32", max_num_imprecise_acc=16)
-    return state * total + sums
+    return sums
 
 
 @triton.jit(do_not_specialize=["has_states", "sequences"])
@@ -141,24 +154,25 @@ def prepare(
 
 @triton.jit
 def _chunk(
-    state, q, k, to, values, betas, given, is_old, there, whole, KEY: tl.constexpr, STRIDE: tl.constexpr,
+    state, q, k, to, values, betas, given, is_old, there, keys_there, whole, KEY: tl.constexpr, STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it (the same where it is not whole), outputs and r, both [V, 16]. r of old rows is `given`.
 
-    `there`: rows that have a query; those that are old or there have a key."""
+    `there`: rows that have a query; those that are old or there have a key, `keys_there` in order. All else is
+    `_turned`."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
-    has_key = is_old | there
-    square = n[:, None] * CHUNK + n[None, :]
-    weights, since = tl.load(to + SQUARE + square), tl.load(to + 2 * SQUARE + n)
-    to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + n), 0.0)
+    token, has_key = _turned(n), is_old | there
+    square = n[:, None] * CHUNK + token[None, :]
+    weights, since = tl.load(to + SQUARE + square), tl.load(to + 2 * SQUARE + token)
+    to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + token), 0.0)
     total = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK - 1), 1.0)
     read_sums = _nothing(COLUMNS, CHUNK)
     asked_sums = read_sums
     for piece in tl.static_range(PIECES):
         of_key = (piece * PIECE + i < KEY)[:, None]
-        at = n[None, :] * STRIDE + piece * PIECE + i[:, None]
+        at = token[None, :] * STRIDE + piece * PIECE + i[:, None]
         high, low = _split(state[piece])
         if CORRECTS:
             to_high, to_low = _split(tl.load(k + at, has_key[None, :] & of_key, 0.0))
@@ -168,21 +182,22 @@ def _chunk(
     if CORRECTS:
         r = (values - since[None, :] * _whole(read_sums)) * betas[None, :]
         r = tl.where(is_old[None, :], given, r)
-        r_high, r_low = _split(r)
+        r_high, r_low = _split(_straight(r, COLUMNS, CHUNK))
         to_high, to_low = _split(tl.load(to + square))
         u = _times(r_high, r_low, to_high, to_low, COLUMNS, CHUNK)
     else:
         r = tl.where(is_old[None, :], given, values * betas[None, :])
         u = r
-    u_high, u_low = _split(u)
+    u_high, u_low = _split(_straight(u, COLUMNS, CHUNK))
     to_high, to_low = _split(weights)
     output = since[None, :] * _whole(asked_sums) + _times(u_high, u_low, to_high, to_low, COLUMNS, CHUNK)
-    u_high, u_low = _split(u * to_end[None, :])
+    u_high, u_low = _split(_straight(u * to_end[None, :], COLUMNS, CHUNK))
     after = ()
     for piece in tl.static_range(PIECES):
-        of_key = (piece * PIECE + i < KEY)[None, :]
-        keys = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], has_key[:, None] & of_key, 0.0)
-        after = after + (_written(state[piece], total, u_high, u_low, keys),)  # noqa: RUF005
+        number = piece * PIECE + _turned(i)
+        keys = tl.load(k + n[:, None] * STRIDE + number[None, :], keys_there[:, None] & (number < KEY)[None, :], 0.0)
+        added = _straight(_written(u_high, u_low, keys), COLUMNS, PIECE)
+        after = after + (state[piece] * total + added,)  # noqa: RUF005
     return after, output, r
 
 
@@ -224,26 +239,27 @@ def scan_chunks(
     of_value = (j < WIDTH)[:, None]
     state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
     state = _pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
-    kept_at = mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None]
+    token = _turned(n)
+    kept_at = mine + VALUES + (head * CHUNK + token)[None, :] * WIDTH + j[:, None]
     to = made + ((begin // CHUNK + 2 * sequence) * HEADS + head) * MADE
     q += ((begin - old) * GROUPS + group) * KEY
     k += ((begin - old) * GROUPS + group) * KEY
     v += ((begin - old) * HEADS + head) * WIDTH
     out += ((begin - old) * HEADS + head) * WIDTH
     beta += (begin - old) * HEADS + head
-    value_at = n[None, :] * (HEADS * WIDTH) + j[:, None]
+    value_at = token[None, :] * (HEADS * WIDTH) + j[:, None]
     keys = k
     if old > 0:
         keys = begun + (sequence * CHUNK * GROUPS + group) * KEY
     for chunk in tl.range(0, end, CHUNK, num_stages=STAGES):
-        is_old, there = chunk + n < old, (chunk + n >= old) & (chunk + n < end)
+        is_old, there = chunk + token < old, (chunk + token >= old) & (chunk + token < end)
         is_new = there[None, :] & of_value
         values = tl.load(v + value_at, is_new, 0.0)
-        betas = tl.load(beta + n * HEADS, there, 0.0)
+        betas = tl.load(beta + token * HEADS, there, 0.0)
         given = tl.load(kept_at, is_old[None, :] & of_value, 0.0)
         state, output, r = _chunk(
-            state, q, keys, to, values, betas, given, is_old, there, chunk + CHUNK <= end, KEY, STRIDE, COLUMNS, PIECES,
-            PIECE, CHUNK, CORRECTS,
+            state, q, keys, to, values, betas, given, is_old, there, chunk + n < end, chunk + CHUNK <= end, KEY, STRIDE,
+            COLUMNS, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         tl.store(out + value_at, output, is_new)
         tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
@@ -375,7 +391,7 @@ def decode(
                 of_piece = (piece * PIECE + i < KEY)[None, :]
                 chunk_keys = tl.load(keys_at + piece * PIECE, of_piece & (row >= 0), 0.0)
                 before = tl.load(state_at + piece * PIECE, of_value & of_piece & (known >= CHUNK), 0.0)
-                after = _written(before, since, u_high, u_low, chunk_keys)
+                after = before * since + _written(u_high, u_low, chunk_keys)
                 tl.store(state_at + piece * PIECE, after, of_value & of_piece)
     elif part == 0:
         if CORRECTS:
