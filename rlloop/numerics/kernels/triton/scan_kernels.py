@@ -78,7 +78,7 @@ def prepare(
     CORRECTS: tl.constexpr, KEYS: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr,
     SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and each head of a group, what does not depend on the state: T^T, W^T, a and D's last row to `made`.
+    """Of a chunk and each head of a group, what does not depend on the state: T, W, a and D's last row to `made`.
     A chunk that was begun in an earlier step has rows of the state, and its keys go to `begun`."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -104,6 +104,8 @@ def prepare(
         n, i = tl.arange(0, CHUNK), tl.arange(0, PIECE)
         row, column = n[:, None], n[None, :]
         is_old, is_new = n < old, (n >= old) & (n < upto)
+        # Rows are put where they are a product's `_turned` columns.
+        turned = ((row & -8) | ((row & 3) << 1) | ((row & 4) >> 2)) * CHUNK + column
         first = begin + start - known
         at = row * (GROUPS * KEY) + i[None, :]
         new_at = ((first * GROUPS + group) * KEY) + at
@@ -137,7 +139,7 @@ def prepare(
                 fades *= tl.where((column < t) & (row >= t), factor, 1.0)
                 since *= tl.where(n >= t, factor, 1.0)
             fades = tl.where(row >= column, fades, 0.0)
-            tl.store(to + SQUARE + column * CHUNK + row, asked * fades)
+            tl.store(to + SQUARE + turned, asked * fades)
             tl.store(to + 2 * SQUARE + n, since)
             tl.store(to + 2 * SQUARE + CHUNK + column + 0 * row, fades, row == CHUNK - 1)
             if CORRECTS:
@@ -149,7 +151,7 @@ def prepare(
                     above_high, above_low = _split(inverse)
                     product = _times(lower_high, lower_low, above_high, above_low, CHUNK, CHUNK)
                     inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
-                tl.store(to + column * CHUNK + row, inverse)
+                tl.store(to + turned, inverse)
 
 
 @triton.jit
@@ -164,7 +166,7 @@ def _chunk(
     SQUARE: tl.constexpr = CHUNK * CHUNK
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     token, has_key = _turned(n), is_old | there
-    square = n[:, None] * CHUNK + token[None, :]
+    square = n[None, :] * CHUNK + n[:, None]
     weights, since = tl.load(to + SQUARE + square), tl.load(to + 2 * SQUARE + token)
     to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + token), 0.0)
     total = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK - 1), 1.0)
@@ -194,8 +196,9 @@ def _chunk(
     u_high, u_low = _split(_straight(u * to_end[None, :], COLUMNS, CHUNK))
     after = ()
     for piece in tl.static_range(PIECES):
-        number = piece * PIECE + _turned(i)
-        keys = tl.load(k + n[:, None] * STRIDE + number[None, :], keys_there[:, None] & (number < KEY)[None, :], 0.0)
+        of_key = (piece * PIECE + i < KEY)[None, :]
+        keys = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], keys_there[:, None] & of_key, 0.0)
+        keys = keys.reshape(CHUNK, PIECE // 8, 2, 4).permute(0, 1, 3, 2).reshape(CHUNK, PIECE)
         added = _straight(_written(u_high, u_low, keys), COLUMNS, PIECE)
         after = after + (state[piece] * total + added,)  # noqa: RUF005
     return after, output, r
@@ -262,7 +265,8 @@ def scan_chunks(
             COLUMNS, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         tl.store(out + value_at, output, is_new)
-        tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
+        if (has_states != 0) & (end < chunk + CHUNK):
+            tl.store(kept_at, r, is_new)
         to += HEADS * MADE
         q += CHUNK * STRIDE
         k += CHUNK * STRIDE
@@ -280,8 +284,8 @@ def scan_chunks(
             k -= CHUNK * STRIDE
             row, column = n[:, None], n[None, :]
             if CORRECTS:
-                inverse = tl.load(to + column * CHUNK + row)
-                tl.store(mine + INVERSES + head * SQUARE + row * CHUNK + column, inverse)
+                inverse = tl.load(to + row * CHUNK + column)
+                tl.store(mine + INVERSES + head * SQUARE + token[:, None] * CHUNK + column, inverse)
             faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
             tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
             tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
