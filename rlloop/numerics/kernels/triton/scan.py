@@ -31,8 +31,9 @@ from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_ch
 CHUNK = 16
 # Of these none decides on bits; measured on an H100.
 PIECE = 32  # numbers of a key at a time
-COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. From 64 columns on, products would be others (wgmma)
-FEW_PROGRAMS, MORE_WARPS = 160, 4  # up to so many programs have a multiprocessor each
+PIECE_CHUNKS = 32  # of `scan_chunks`
+COLUMNS, STAGES, REGISTERS = 64, 2, None  # of a program of `scan_chunks`, whose warps have 16 columns each
+FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 160, 32, 4  # up to so many programs have a multiprocessor each
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
 DECODE_PROGRAMS = 1024  # up to so many programs have one block each
@@ -84,7 +85,7 @@ def scan(
             BLOCKS=blocks // parts, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **places, **shape,
         )  # fmt: skip
         return out
-    columns, query_start = min(COLUMNS, power_of_two(width, 16)), aligned(query_start)
+    query_start = aligned(query_start)
     context, rows, store = (aligned(context), aligned(rows), states) if has_states else (query_start, query_start, q)
     # Chunks of a sequence have consecutive places from `query_start // CHUNK + 2 sequence` on, which always suffice.
     most = tokens // CHUNK + 2 * sequences
@@ -97,10 +98,15 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
     )  # fmt: skip
-    parts = triton.cdiv(width, columns)
-    scan_chunks[(parts, heads, sequences)](
+    # With fewer columns and more warps, warps part the products' columns too, which the compiler must do: it needs
+    # fewer than 64 rows for that, or the products would be others (wgmma).
+    few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
+    columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
+    piece = min(PIECE_CHUNKS, power_of_two(key_width, 16))
+    shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
+    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, STAGES=STAGES, num_warps=MORE_WARPS if parts * heads * sequences <= FEW_PROGRAMS else WARPS,
-        **places, **shape,
+        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES, maxnreg=None if few else REGISTERS,
+        num_warps=FEW_WARPS if few else columns // 16, **places, **shape,
     )  # fmt: skip
     return out

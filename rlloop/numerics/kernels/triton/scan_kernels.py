@@ -10,12 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+CUT = tl.constexpr(False)  # `_split` cuts in place of rounding
+
 
 @triton.jit
 def _split(x):
     """x = high + low, of which a tensor core reads 11 bits each: `high` is rounded to them, ties away from zero."""
     bits = x.to(tl.int32, bitcast=True)
-    high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    if CUT:
+        high = (bits & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return high, x - high
 
 
@@ -26,21 +31,38 @@ def _turned(n):
 
 
 @triton.jit
-def _straight(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns that were `_turned`, in order. A lane has numbers 2 i and 2 i + 1 of eight columns of a product, but
+def _straight(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr = False):
+    """Columns that were `_turned`, in order; `BACK`: those in order, `_turned`. A lane has numbers 2 i and 2 i + 1 of eight columns of a product, but
     multiplies i and i + 4: turned, they are the same, and no number goes to another lane."""
-    return x.reshape(ROWS, COLUMNS // 8, 4, 2).permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
+    if BACK:
+        x = x.reshape(ROWS, COLUMNS // 8, 2, 4)
+    else:
+        x = x.reshape(ROWS, COLUMNS // 8, 4, 2)
+    return x.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
+def _blocks(x, BLOCKS: tl.constexpr):
+    """Rows in blocks of 16, of which a warp has one or more; 0: the compiler parts rows and columns among warps."""
+    return x if BLOCKS == 0 else x.reshape(BLOCKS, 16, x.shape[1])
+
+
+@triton.jit
+def _for_blocks(x, BLOCKS: tl.constexpr):
+    return x if BLOCKS == 0 else tl.broadcast_to(x[None, :, :], (BLOCKS, x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr = 0):
+    zeros = _blocks(tl.zeros((ROWS, COLUMNS), tl.float32), BLOCKS)
     return zeros, zeros, zeros
 
 
 @triton.jit
-def _plus(sums, high, low, to_high, to_low):
+def _plus(sums, high, low, to_high, to_low, BLOCKS: tl.constexpr = 0):
     """Sums of their own for each kind of term: three short chains at a time in place of a long one."""
+    high, low = _blocks(high, BLOCKS), _blocks(low, BLOCKS)
+    to_high, to_low = _for_blocks(to_high, BLOCKS), _for_blocks(to_low, BLOCKS)
     # That many inexact sums are allowed is meant for other types: here it keeps the compiler from chaining the three.
     return (
         tl.dot(low, to_high, sums[0], input_precision="tf32", max_num_imprecise_acc=16),
@@ -50,25 +72,28 @@ def _plus(sums, high, low, to_high, to_low):
 
 
 @triton.jit
-def _whole(sums):
-    return (sums[0] + sums[1]) + sums[2]
+def _whole(sums, BLOCKS: tl.constexpr = 0):
+    x = (sums[0] + sums[1]) + sums[2]
+    return x if BLOCKS == 0 else x.reshape(BLOCKS * 16, x.shape[2])
 
 
 @triton.jit
-def _times(high, low, to_high, to_low, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _times(high, low, to_high, to_low, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr = 0):
     """A product over the 16 tokens of a chunk."""
-    return _whole(_plus(_nothing(ROWS, COLUMNS), high, low, to_high, to_low))
+    return _whole(_plus(_nothing(ROWS, COLUMNS, BLOCKS), high, low, to_high, to_low, BLOCKS), BLOCKS)
 
 
 @triton.jit
-def _written(high, low, keys):
+def _written(high, low, keys, BLOCKS: tl.constexpr = 0):
     """x^T k, which a whole chunk adds to a piece of a state, at its end: a tensor core cuts its sums off, which long sums
     must not be."""
     to_high, to_low = _split(keys)
+    high, low = _blocks(high, BLOCKS), _blocks(low, BLOCKS)
+    to_high, to_low = _for_blocks(to_high, BLOCKS), _for_blocks(to_low, BLOCKS)
     sums = tl.dot(low, to_high, input_precision="tf32", max_num_imprecise_acc=16)
     sums = tl.dot(high, to_low, sums, input_precision="tf32", max_num_imprecise_acc=16)
     sums = tl.dot(high, to_high, sums, input_precision="tf32", max_num_imprecise_acc=16)
-    return sums
+    return sums if BLOCKS == 0 else sums.reshape(BLOCKS * 16, sums.shape[2])
 
 
 @triton.jit(do_not_specialize=["has_states", "sequences"])
@@ -130,12 +155,11 @@ def prepare(
             head = group * SHARE + member
             to = made + (slot.to(tl.int64) * HEADS + head) * MADE
             gate_at = first * HEADS + head + n * HEADS
-            decays = tl.load(decay + gate_at, is_new, 1.0)
             last = tl.load(mine + FADES + head * SQUARE + (old - 1) * CHUNK + n, is_old, 1.0)
             before = tl.load(mine + SINCE + head * CHUNK + old - 1, old > 0, 1.0)
             fades, since = tl.broadcast_to(last[None, :], (CHUNK, CHUNK)), tl.where(n >= 0, before, 1.0)
             for t in tl.static_range(CHUNK):  # in this order
-                factor = tl.sum(tl.where(n == t, decays, 0.0), 0)
+                factor = tl.load(decay + (first + t) * HEADS + head, (t >= old) & (t < upto), 1.0)
                 fades *= tl.where((column < t) & (row >= t), factor, 1.0)
                 since *= tl.where(n >= t, factor, 1.0)
             fades = tl.where(row >= column, fades, 0.0)
@@ -144,20 +168,23 @@ def prepare(
             tl.store(to + 2 * SQUARE + CHUNK + column + 0 * row, fades, row == CHUNK - 1)
             if CORRECTS:
                 betas = tl.load(beta + gate_at, is_new, 0.0)
-                lower_high, lower_low = _split(tl.where(row > column, alike * fades * betas[:, None], 0.0))
-                inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
-                inverse = tl.load(inverse_at, (row < old) & (column >= 0), 0.0)
+                lower = tl.where(row > column, alike * fades * betas[:, None], 0.0)
+                lower_high, lower_low = _split(_straight(lower.T, CHUNK, CHUNK, True))
+                # T^T [j, t], in whose columns the tokens are turned.
+                token = _turned(n)[None, :]
+                inverse = tl.load(mine + INVERSES + head * SQUARE + token * CHUNK + row, (token < old) & (row >= 0), 0.0)
                 for t in range(old, upto):
-                    above_high, above_low = _split(inverse)
-                    product = _times(lower_high, lower_low, above_high, above_low, CHUNK, CHUNK)
-                    inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
-                tl.store(to + turned, inverse)
+                    high, low = _split(_straight(inverse, CHUNK, CHUNK))
+                    product = _times(high, low, lower_high, lower_low, CHUNK, CHUNK)
+                    inverse = tl.where(token == t, tl.where(row == t, 1.0, 0.0) - product, inverse)
+                tl.store(to + column * CHUNK + row, inverse)
 
 
 @triton.jit
 def _chunk(
     state, q, k, to, values, betas, given, is_old, there, keys_there, whole, KEY: tl.constexpr, STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+    CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it (the same where it is not whole), outputs and r, both [V, 16]. r of old rows is `given`.
 
@@ -170,7 +197,7 @@ def _chunk(
     weights, since = tl.load(to + SQUARE + square), tl.load(to + 2 * SQUARE + token)
     to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + token), 0.0)
     total = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK - 1), 1.0)
-    read_sums = _nothing(COLUMNS, CHUNK)
+    read_sums = _nothing(COLUMNS, CHUNK, BLOCKS)
     asked_sums = read_sums
     for piece in tl.static_range(PIECES):
         of_key = (piece * PIECE + i < KEY)[:, None]
@@ -178,28 +205,29 @@ def _chunk(
         high, low = _split(state[piece])
         if CORRECTS:
             to_high, to_low = _split(tl.load(k + at, has_key[None, :] & of_key, 0.0))
-            read_sums = _plus(read_sums, high, low, to_high, to_low)
+            read_sums = _plus(read_sums, high, low, to_high, to_low, BLOCKS)
         to_high, to_low = _split(tl.load(q + at, there[None, :] & of_key, 0.0))
-        asked_sums = _plus(asked_sums, high, low, to_high, to_low)
+        asked_sums = _plus(asked_sums, high, low, to_high, to_low, BLOCKS)
     if CORRECTS:
-        r = (values - since[None, :] * _whole(read_sums)) * betas[None, :]
+        r = (values - since[None, :] * _whole(read_sums, BLOCKS)) * betas[None, :]
         r = tl.where(is_old[None, :], given, r)
         r_high, r_low = _split(_straight(r, COLUMNS, CHUNK))
         to_high, to_low = _split(tl.load(to + square))
-        u = _times(r_high, r_low, to_high, to_low, COLUMNS, CHUNK)
+        u = _times(r_high, r_low, to_high, to_low, COLUMNS, CHUNK, BLOCKS)
     else:
         r = tl.where(is_old[None, :], given, values * betas[None, :])
         u = r
     u_high, u_low = _split(_straight(u, COLUMNS, CHUNK))
     to_high, to_low = _split(weights)
-    output = since[None, :] * _whole(asked_sums) + _times(u_high, u_low, to_high, to_low, COLUMNS, CHUNK)
+    output = since[None, :] * _whole(asked_sums, BLOCKS)
+    output += _times(u_high, u_low, to_high, to_low, COLUMNS, CHUNK, BLOCKS)
     u_high, u_low = _split(_straight(u * to_end[None, :], COLUMNS, CHUNK))
     after = ()
     for piece in tl.static_range(PIECES):
         of_key = (piece * PIECE + i < KEY)[None, :]
         keys = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], keys_there[:, None] & of_key, 0.0)
-        keys = keys.reshape(CHUNK, PIECE // 8, 2, 4).permute(0, 1, 3, 2).reshape(CHUNK, PIECE)
-        added = _straight(_written(u_high, u_low, keys), COLUMNS, PIECE)
+        keys = _straight(keys, CHUNK, PIECE, True)
+        added = _straight(_written(u_high, u_low, keys, BLOCKS), COLUMNS, PIECE)
         after = after + (state[piece] * total + added,)  # noqa: RUF005
     return after, output, r
 
@@ -218,9 +246,9 @@ def _pieces(at, mask, of_key, KEY: tl.constexpr, PIECES: tl.constexpr, PIECE: tl
 def scan_chunks(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr,
-    STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr,
+    MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a head's state, and a sequence's chunks in turn."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -262,11 +290,10 @@ def scan_chunks(
         given = tl.load(kept_at, is_old[None, :] & of_value, 0.0)
         state, output, r = _chunk(
             state, q, keys, to, values, betas, given, is_old, there, chunk + n < end, chunk + CHUNK <= end, KEY, STRIDE,
-            COLUMNS, PIECES, PIECE, CHUNK, CORRECTS,
+            COLUMNS, BLOCKS, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         tl.store(out + value_at, output, is_new)
-        if (has_states != 0) & (end < chunk + CHUNK):
-            tl.store(kept_at, r, is_new)
+        tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
         to += HEADS * MADE
         q += CHUNK * STRIDE
         k += CHUNK * STRIDE
