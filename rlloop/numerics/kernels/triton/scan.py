@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
 
 CHUNK = 16
@@ -36,6 +36,8 @@ COLUMNS, STAGES, REGISTERS = 64, 2, None  # of a program of `scan_chunks`, whose
 FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 160, 32, 4  # up to so many programs have a multiprocessor each
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
+DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 4
+DECODE_EARLY = True
 DECODE_PROGRAMS = 1024  # up to so many programs have one block each
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
@@ -75,14 +77,16 @@ def scan(
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
-        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
+        few, early = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW, DECODE_EARLY and hopper(q.device)
+        columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
             parts //= 2
         decode[(parts, heads, sequences)](
             q, k, v, decay, beta, aligned(context), aligned(rows), states, out, WIDTH=width, COLUMNS=columns,
-            BLOCKS=blocks // parts, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **places, **shape,
+            BLOCKS=blocks // parts, STAGES=2 if blocks == parts else DECODE_STAGES, EARLY=early, launch_pdl=early,
+            num_warps=DECODE_FEW_WARPS if few else DECODE_WARPS, **places, **shape,
         )  # fmt: skip
         return out
     query_start = aligned(query_start)

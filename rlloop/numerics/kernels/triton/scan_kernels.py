@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CUT = tl.constexpr(False)  # `_split` cuts in place of rounding
 
@@ -325,14 +326,54 @@ def scan_chunks(
 
 
 @triton.jit
+def _queries(q, k, at, inside, is_key, CORRECTS: tl.constexpr):
+    """A tile of which one row or column is the key's and every other the query's."""
+    x = tl.load(q + at, inside, 0.0)
+    return tl.where(is_key, tl.load(k + at, inside, 0.0), x) if CORRECTS else x
+
+
+@triton.jit
+def _rows(
+    q, k, keys_at, inverse_at, fades, factor, t, KEY: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """Row t of W, in every row but t, and rows up to t of T."""
+    i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
+    row, column = n[:, None], n[None, :]
+    across = row * 0 + i[None, :]
+    is_key = (row == t) & (across >= 0)
+    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if CORRECTS:
+        inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
+    sums = _nothing(CHUNK, CHUNK)
+    for piece in tl.static_range(PIECES):
+        inside = (piece * PIECE + i < KEY)[None, :]
+        keys = tl.load(keys_at + piece * PIECE, (n <= t)[:, None] & inside, 0.0)
+        high, low = _split(_queries(q, k, across + piece * PIECE, inside & (row >= 0), is_key, CORRECTS))
+        to_high, to_low = _split(keys.T)
+        sums = _plus(sums, high, low, to_high, to_low)
+    weights = _whole(sums) * fades[None, :]
+    if CORRECTS:
+        high, low = _split(tl.where((row == t) & (column < t), weights * factor, 0.0))
+        to_high, to_low = _split(inverse)
+        product = _times(high, low, to_high, to_low, CHUNK, CHUNK)
+        inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
+    return weights, inverse
+
+
+@triton.jit
 def decode(
     q, k, v, decay, beta, context, rows, states, out, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
-    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
+    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Of tiles of 16
-    rows, row t is the key's and every other the query's; whatever is stored here is row t, which no program reads."""
+    rows, row t is the key's and every other the query's; whatever is stored here is row t, which no program reads.
+    `EARLY`: this launch has begun before the one before it is done."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -342,6 +383,7 @@ def decode(
     t = (known % CHUNK).to(tl.int32)
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
+    token = _turned(column)
     q += (sequence * GROUPS + group) * KEY
     k += (sequence * GROUPS + group) * KEY
     fade, factor = tl.load(decay + sequence * HEADS + head), tl.load(beta + sequence * HEADS + head)
@@ -353,61 +395,53 @@ def decode(
     since = tl.load(since_at - 1, t > 0, 1.0) * fade
     inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
     inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if CORRECTS:
-        inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
+    if BLOCKS > 1:
+        weights, inverse = _rows(
+            q, k, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
+        )  # fmt: skip
+    # Columns of a product come in eights, of which the second has what the first has.
+    eight = tl.arange(0, 8)[None, :]
+    down = i[:, None] + 0 * eight
+    is_key = (_turned(eight) == t % 8) & (down >= 0)
     of_state = ()
     for piece in tl.static_range(PIECES):
-        of_key = (piece * PIECE + i < KEY)[:, None]
-        asked = tl.load(q + piece * PIECE + i[:, None] + 0 * column, of_key, 0.0)
-        if CORRECTS:
-            asked = tl.where(column == t, tl.load(k + piece * PIECE + i[:, None] + 0 * column, of_key, 0.0), asked)
-        of_state = of_state + (asked,)  # noqa: RUF005
-    sums = _nothing(CHUNK, CHUNK)
-    for index in tl.range(PIECES, num_stages=PIECES + 1):
-        inside = (index * PIECE + i < KEY)[None, :] & (row >= 0)
-        keys = tl.load(keys_at + index * PIECE, (n <= t)[:, None] & inside, 0.0)
-        both = tl.load(q + index * PIECE + across, inside, 0.0)
-        if CORRECTS:
-            both = tl.where(row == t, tl.load(k + index * PIECE + across, inside, 0.0), both)
-        both_high, both_low = _split(both)
-        keys_high, keys_low = _split(keys.T)
-        sums = _plus(sums, both_high, both_low, keys_high, keys_low)
-    weights = _whole(sums) * fades[None, :]
-    if CORRECTS:
-        high, low = _split(tl.where((row == t) & (column < t), weights * factor, 0.0))
-        to_high, to_low = _split(inverse)
-        product = _times(high, low, to_high, to_low, CHUNK, CHUNK)
-        inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
-    weights_high, weights_low = _split(weights.T)
-    inverse_high, inverse_low = _split(inverse.T)
+        of_key = (piece * PIECE + i < KEY)[:, None] & (eight >= 0)
+        of_state = of_state + (_queries(q, k, down + piece * PIECE, of_key, is_key, CORRECTS),)  # noqa: RUF005
     for block in tl.range(part * BLOCKS, part * BLOCKS + BLOCKS, num_stages=STAGES):
         j = block * COLUMNS + tl.arange(0, COLUMNS)
         of_value = (j < WIDTH)[:, None]
         state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
         state = _pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
-        r_at = mine + VALUES + (head * CHUNK + n)[None, :] * WIDTH + j[:, None]
-        r = tl.load(r_at, of_value & (column < t), 0.0)
+        r_at = mine + VALUES + (head * CHUNK + token) * WIDTH + j[:, None]
+        r = tl.load(r_at, of_value & (token < t), 0.0)
         value_at = (sequence * HEADS + head) * WIDTH + j[:, None]
         values = tl.load(v + value_at, of_value, 0.0)
-        read_sums = _nothing(COLUMNS, CHUNK)
+        if BLOCKS == 1:  # here, so that the state is on its way meanwhile
+            weights, inverse = _rows(
+                q, k, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
+            )  # fmt: skip
+        read_sums = _nothing(COLUMNS, 8)
         for piece in tl.static_range(PIECES):
-            state_high, state_low = _split(state[piece])
-            asked_high, asked_low = _split(of_state[piece])
-            read_sums = _plus(read_sums, state_high, state_low, asked_high, asked_low)
-        read = _whole(read_sums)
+            high, low = _split(state[piece])
+            to_high, to_low = _split(of_state[piece])
+            read_sums = _plus(read_sums, high, low, to_high, to_low)
+        read = tl.broadcast_to(_whole(read_sums)[:, None, :], (COLUMNS, 2, 8)).reshape(COLUMNS, CHUNK)
         if CORRECTS:
-            r = tl.where(column == t, (values - since * read) * factor, r)
-            r_high, r_low = _split(r)
-            u = _times(r_high, r_low, inverse_high, inverse_low, COLUMNS, CHUNK)
+            r = tl.where(token == t, (values - since * read) * factor, r)
+            high, low = _split(_straight(r, COLUMNS, CHUNK))
+            to_high, to_low = _split(_straight(inverse.T, CHUNK, CHUNK, True))
+            u = _times(high, low, to_high, to_low, COLUMNS, CHUNK)
         else:
-            r = tl.where(column == t, values * factor, r)
+            r = tl.where(token == t, values * factor, r)
             u = r
-        u_high, u_low = _split(u)
-        output = since * read + _times(u_high, u_low, weights_high, weights_low, COLUMNS, CHUNK)
-        tl.store(out + value_at + 0 * column, output, of_value & (column == (t + 1) % CHUNK))
-        tl.store(r_at, r, of_value & (column == t))
+        high, low = _split(_straight(u, COLUMNS, CHUNK))
+        to_high, to_low = _split(_straight(weights.T, CHUNK, CHUNK, True))
+        output = since * read + _times(high, low, to_high, to_low, COLUMNS, CHUNK)
+        tl.store(out + value_at + 0 * column, output, of_value & (token == (t + 1) % CHUNK))
+        tl.store(r_at, r, of_value & (token == t))
     if t == CHUNK - 1:
         tl.debug_barrier()
+        inverse_high, inverse_low = _split(inverse.T)
         for block in range(part * BLOCKS, part * BLOCKS + BLOCKS):
             j = block * COLUMNS + tl.arange(0, COLUMNS)
             of_value = (j < WIDTH)[:, None]
