@@ -12,7 +12,7 @@ Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of a
 from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows
 of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
 
-A row has the same bits from both. Products are of TF32 parts (`scan_kernels._split`), and each number of a product is a
+A row has the same bits from both. Products are of TF32 parts (`scan_products.split`), and each number of a product is a
 chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
 elementwise, and decays are multiplied in the tokens' order.
 """
@@ -26,7 +26,8 @@ import triton
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
-from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
+from rlloop.numerics.kernels.triton.scan_decode import decode
+from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 
 CHUNK = 16
 # Of these none decides on bits; measured on an H100.
@@ -77,7 +78,8 @@ def scan(
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
-        few, early = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW, DECODE_EARLY and hopper(q.device)
+        few = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW
+        early = DECODE_EARLY and hopper(q.device)
         columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
