@@ -30,16 +30,15 @@ from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 
 CHUNK = 16
-# Of these none decides on bits; measured on an H100.
-PIECE = 32  # numbers of a key at a time
-PIECE_CHUNKS = 32  # of `scan_chunks`
+# Of these none decides on bits.
+PIECE, PIECE_CHUNKS = 32, 32  # numbers of a key at a time; in `scan_chunks`
 COLUMNS, STAGES, REGISTERS = 64, 2, None  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 160, 32, 4  # up to so many programs have a multiprocessor each
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
-DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
-DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 4
-DECODE_EARLY = True
+DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
+DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 4  # as `FEW_PROGRAMS`
 DECODE_PROGRAMS = 1024  # up to so many programs have one block each
+DECODE_EARLY = True
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
