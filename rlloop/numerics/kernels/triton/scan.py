@@ -103,8 +103,8 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
     )  # fmt: skip
-    # With fewer columns and more warps, warps part the products' columns too, which the compiler must do: it needs
-    # fewer than 64 rows for that, or the products would be others (wgmma).
+    # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
+    # fewer than 64 columns, or the products would be others (wgmma).
     few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
     columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
     piece = min(PIECE_CHUNKS, power_of_two(key_width, 16))

@@ -46,7 +46,7 @@ def straight(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr = 
 
 @triton.jit
 def in_blocks(x, BLOCKS: tl.constexpr):
-    """Rows in blocks of 16, of which a warp has one or more; 0: the compiler parts rows and columns among warps."""
+    """Rows in blocks of 16, of which each warp has its own; 0: as the compiler likes."""
     return x if BLOCKS == 0 else x.reshape(BLOCKS, 16, x.shape[1])
 
 
