@@ -28,27 +28,27 @@ def _queries(q, k, at, inside, is_key, CORRECTS: tl.constexpr):
 
 @triton.jit
 def _rows(
-    q, k, keys_at, inverse_at, fades, factor, t, KEY: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
+    of_state, keys_at, inverse_at, fades, factor, t, KEY: tl.constexpr, PIECES: tl.constexpr,
+    PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Row t of W, in every row but t, and rows up to t of T."""
+    """Row t of W, and rows up to t of T."""
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
-    across = row * 0 + i[None, :]
-    is_key = (row == t) & (across >= 0)
     inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
     if CORRECTS:
         inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
-    sums = nothing(CHUNK, CHUNK)
+    sums = nothing(CHUNK, 8)
     for piece in tl.static_range(PIECES):
-        inside = (piece * PIECE + i < KEY)[None, :]
-        keys = tl.load(keys_at + piece * PIECE, (n <= t)[:, None] & inside, 0.0)
-        high, low = split(_queries(q, k, across + piece * PIECE, inside & (row >= 0), is_key, CORRECTS))
-        to_high, to_low = split(keys.T)
+        keys = tl.load(keys_at + piece * PIECE, (n <= t)[:, None] & (piece * PIECE + i < KEY)[None, :], 0.0)
+        high, low = split(keys)
+        to_high, to_low = split(of_state[piece])
         sums = plus(sums, high, low, to_high, to_low)
-    weights = summed(sums) * fades[None, :]
+    products = summed(sums) * fades[:, None]
+    eight = turned(tl.arange(0, 8))[None, :]
+    weights = tl.sum(tl.where(eight == (t + 1) % 8, products, 0.0), 1)  # of one number each
     if CORRECTS:
-        high, low = split(tl.where((row == t) & (column < t), weights * factor, 0.0))
+        alike = tl.sum(tl.where(eight == t % 8, products, 0.0), 1)
+        high, low = split(tl.where((row == t) & (column < t), alike[None, :] * factor, 0.0))
         to_high, to_low = split(inverse)
         product = times(high, low, to_high, to_low, CHUNK, CHUNK)
         inverse = tl.where(row == t, tl.where(row == column, 1.0, 0.0) - product, inverse)
@@ -62,9 +62,8 @@ def decode(
     CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
     FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Of tiles of 16
-    rows, row t is the key's and every other the query's; whatever is stored here is row t, which no program reads.
-    `EARLY`: this launch has begun before the one before it is done."""
+    """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Whatever is stored
+    here is row t, which no program reads. `EARLY`: this launch has begun before the one before it is done."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -88,12 +87,7 @@ def decode(
     since_at = mine + SINCE + head * CHUNK + t
     since = tl.load(since_at - 1, t > 0, 1.0) * fade
     inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
-    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if BLOCKS > 1:
-        weights, inverse = _rows(
-            q, k, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
-        )  # fmt: skip
-    # Columns of a product come in eights, of which the second has what the first has.
+    # Of eight columns, one is the key's and every other the query's. A product of 16 columns has them twice.
     eight = tl.arange(0, 8)[None, :]
     down = i[:, None] + 0 * eight
     is_key = (turned(eight) == t % 8) & (down >= 0)
@@ -101,6 +95,9 @@ def decode(
     for piece in tl.static_range(PIECES):
         of_key = (piece * PIECE + i < KEY)[:, None] & (eight >= 0)
         of_state = of_state + (_queries(q, k, down + piece * PIECE, of_key, is_key, CORRECTS),)  # noqa: RUF005
+    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if BLOCKS > 1:
+        weights, inverse = _rows(of_state, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS)
     for block in tl.range(part * BLOCKS, part * BLOCKS + BLOCKS, num_stages=STAGES):
         j = block * COLUMNS + tl.arange(0, COLUMNS)
         of_value = (j < WIDTH)[:, None]
@@ -112,7 +109,7 @@ def decode(
         values = tl.load(v + value_at, of_value, 0.0)
         if BLOCKS == 1:  # here, so that the state is on its way meanwhile
             weights, inverse = _rows(
-                q, k, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
+                of_state, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
             )  # fmt: skip
         read_sums = nothing(COLUMNS, 8)
         for piece in tl.static_range(PIECES):
@@ -129,7 +126,7 @@ def decode(
             r = tl.where(token == t, values * factor, r)
             u = r
         high, low = split(straight(u, COLUMNS, CHUNK))
-        to_high, to_low = split(straight(weights.T, CHUNK, CHUNK, True))
+        to_high, to_low = split(tl.broadcast_to(weights[:, None], (CHUNK, CHUNK)))
         output = since * read + times(high, low, to_high, to_low, COLUMNS, CHUNK)
         tl.store(out + value_at + 0 * column, output, of_value & (token == (t + 1) % CHUNK))
         tl.store(r_at, r, of_value & (token == t))
