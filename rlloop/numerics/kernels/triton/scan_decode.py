@@ -62,8 +62,8 @@ def decode(
     CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
     FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Whatever is stored
-    here is row t, which no program reads. `EARLY`: this launch has begun before the one before it is done."""
+    """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Whatever is
+    stored here is row t, which no program reads. `EARLY`: this launch has begun before the one before it is done."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
