@@ -26,7 +26,9 @@ OURS = ops_for(NumericsProfile())
 CUDA = torch.device("cuda")
 LENGTHS = [1, 40, 2, 100, 16, 3]
 SIZES = ([1], [3, 1, 1, 30], [16, 48])
-SHAPES = {"35B-A3B": (2, 4, 128, 128), "Nano": (1, 8, 128, 64), "odd": (2, 4, 12, 20)}  # G, H, K, V
+SHAPES = {  # G, H, K, V; of "many", a batch has more programs than multiprocessors, and a sequence fewer
+    "35B-A3B": (2, 4, 128, 128), "Nano": (1, 8, 128, 64), "odd": (2, 4, 12, 20), "many": (2, 12, 128, 128)
+}  # fmt: skip
 ATTENTION = {  # H, G, D
     "gpt-oss": (16, 2, 64, torch.bfloat16), "wide": (8, 4, 128, torch.bfloat16), "odd": (6, 2, 40, torch.float32)
 }  # fmt: skip

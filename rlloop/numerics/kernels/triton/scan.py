@@ -12,7 +12,7 @@ Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of a
 from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows
 of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
 
-A row has the same bits from both. Products are of TF32 parts (`scan_kernels._split`), and each number of a product is a
+A row has the same bits from both. Products are of TF32 parts (`scan_products.split`), and each number of a product is a
 chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
 elementwise, and decays are multiplied in the tokens' order.
 """
@@ -25,17 +25,20 @@ import torch
 import triton
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
-from rlloop.numerics.kernels.triton.scan_kernels import decode, prepare, scan_chunks
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.scan_decode import decode
+from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 
 CHUNK = 16
-# Of these none decides on bits; measured on an H100.
-PIECE = 32  # numbers of a key at a time
-COLUMNS, WARPS, STAGES = 32, 2, 2  # of a program of `scan_chunks`. From 64 columns on, products would be others (wgmma)
-FEW_PROGRAMS, MORE_WARPS = 160, 4  # up to so many programs have a multiprocessor each
+# Of these none decides on bits.
+PIECE, PIECE_CHUNKS = 32, 32  # numbers of a key at a time; in `scan_chunks`
+COLUMNS, STAGES, REGISTERS = 64, 2, None  # of a program of `scan_chunks`, whose warps have 16 columns each
+FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 160, 32, 4  # up to so many programs have a multiprocessor each
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
-DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # as `COLUMNS`; a program takes some such blocks in turn
+DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
+DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 4  # as `FEW_PROGRAMS`
 DECODE_PROGRAMS = 1024  # up to so many programs have one block each
+DECODE_EARLY = True
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
@@ -74,17 +77,20 @@ def scan(
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
-        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
+        few = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW
+        early = DECODE_EARLY and hopper(q.device)
+        columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
             parts //= 2
         decode[(parts, heads, sequences)](
             q, k, v, decay, beta, aligned(context), aligned(rows), states, out, WIDTH=width, COLUMNS=columns,
-            BLOCKS=blocks // parts, STAGES=DECODE_STAGES, num_warps=DECODE_WARPS, **places, **shape,
+            BLOCKS=blocks // parts, STAGES=2 if blocks == parts else DECODE_STAGES, EARLY=early, launch_pdl=early,
+            num_warps=DECODE_FEW_WARPS if few else DECODE_WARPS, **places, **shape,
         )  # fmt: skip
         return out
-    columns, query_start = min(COLUMNS, power_of_two(width, 16)), aligned(query_start)
+    query_start = aligned(query_start)
     context, rows, store = (aligned(context), aligned(rows), states) if has_states else (query_start, query_start, q)
     # Chunks of a sequence have consecutive places from `query_start // CHUNK + 2 sequence` on, which always suffice.
     most = tokens // CHUNK + 2 * sequences
@@ -97,10 +103,15 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
     )  # fmt: skip
-    parts = triton.cdiv(width, columns)
-    scan_chunks[(parts, heads, sequences)](
+    # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
+    # fewer than 64 columns, or the products would be others (wgmma).
+    few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
+    columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
+    piece = min(PIECE_CHUNKS, power_of_two(key_width, 16))
+    shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
+    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, STAGES=STAGES, num_warps=MORE_WARPS if parts * heads * sequences <= FEW_PROGRAMS else WARPS,
-        **places, **shape,
+        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES, maxnreg=None if few else REGISTERS,
+        num_warps=FEW_WARPS if few else columns // 16, **places, **shape,
     )  # fmt: skip
     return out
