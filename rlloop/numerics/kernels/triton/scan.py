@@ -30,15 +30,14 @@ from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 
 CHUNK = 16
-# Of these none decides on bits.
-PIECE, PIECE_CHUNKS = 32, 32  # numbers of a key at a time; in `scan_chunks`
-COLUMNS, STAGES, REGISTERS = 64, 2, None  # of a program of `scan_chunks`, whose warps have 16 columns each
-FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 160, 32, 4  # up to so many programs have a multiprocessor each
+# Of these none decides on bits; measured on an H100.
+PIECE = 32  # numbers of a key at a time
+COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
+FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
-DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 4  # as `FEW_PROGRAMS`
-DECODE_PROGRAMS = 1024  # up to so many programs have one block each
-DECODE_EARLY = True
+DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 16, 2  # as `FEW_PROGRAMS`
+DECODE_PROGRAMS = 4096  # up to so many programs have one block each
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
@@ -78,7 +77,7 @@ def scan(
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
         few = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW
-        early = DECODE_EARLY and hopper(q.device)
+        early = hopper(q.device)
         columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
@@ -107,11 +106,11 @@ def scan(
     # fewer than 64 columns, or the products would be others (wgmma).
     few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
     columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
-    piece = min(PIECE_CHUNKS, power_of_two(key_width, 16))
+    piece = min(PIECE if few else MANY_PIECE, power_of_two(key_width, 16))
     shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES, maxnreg=None if few else REGISTERS,
+        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES,
         num_warps=FEW_WARPS if few else columns // 16, **places, **shape,
     )  # fmt: skip
     return out

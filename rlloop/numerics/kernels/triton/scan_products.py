@@ -11,17 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CUT = tl.constexpr(False)  # `split` cuts in place of rounding
-
 
 @triton.jit
 def split(x):
     """x = high + low, of which a tensor core reads 11 bits each: `high` is rounded to them, ties away from zero."""
-    bits = x.to(tl.int32, bitcast=True)
-    if CUT:
-        high = (bits & -0x2000).to(tl.float32, bitcast=True)
-    else:
-        high = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return high, x - high
 
 

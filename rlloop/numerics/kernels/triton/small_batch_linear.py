@@ -123,8 +123,8 @@ def _few_rows(
 
     `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
     multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
-    AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them: a model's own, since
-    no forward begins with a product.
+    AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them: those of a model,
+    since no forward begins with a product.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
     which begin meanwhile, look for it after their last step. Without Z_STAGES each program makes z itself: the first
