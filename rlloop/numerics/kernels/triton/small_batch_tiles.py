@@ -1,4 +1,4 @@
-"""Tiles of `small_batch_linear` by shape, measured on an H200, some of 256 rows on an H100."""
+"""Tiles of `small_batch_linear` by shape, measured on an H200, most of 256 rows on an H100."""
 
 from __future__ import annotations
 
@@ -78,20 +78,22 @@ TABLE_ADAPTED = (
     (None, None, Tiles(128, 128, 64, True, 6, early=False, part=32)),
 )
 TABLE_ADAPTED_GATED = (
-    (256, 4096, Tiles(64, 64, 64, True, 8, part=32)),
+    (256, 4096, Tiles(64, 128, 64, True, 5, part=32)),
     (256, None, Tiles(128, 64, 64, True, 6, part=32)),
     (None, None, Tiles(128, 64, 64, True, 6, early=False, part=32)),
 )
 # With an adapter of few columns, where programs that make z themselves are faster than some that wait for it.
-TABLE_OWN = (
+TABLE_OWN: tuple[tuple[int, int | None, Tiles | None], ...] = (
     (8, 2048, Tiles(8, 16, 256, True, 6, part=0)),
     (32, 1024, Tiles(16, 16, 256, True, 5, part=0)),
+    (128, None, None),
+    (256, 1024, Tiles(64, 32, 128, False, 6, part=0)),
 )
 TABLE_OWN_END_TO_END: tuple[tuple[int, int | None, Tiles | None], ...] = (
     (8, 4096, Tiles(8, 32, 256, True, 4, part=0)),
     (32, 4096, Tiles(32, 32, 256, True, 4, part=0)),
     (128, None, None),
-    (256, 4096, Tiles(128, 64, 64, True, 6, part=0)),
+    (256, 4096, Tiles(128, 64, 64, True, 4, part=0)),
 )
 OWN_COLUMNS = 32  # of z that a program may make for itself
 
