@@ -124,6 +124,14 @@ def test_an_adapter_in_training_keeps_its_targets_beside_others_that_lack_them(m
         assert scored[0].detach().numpy().tobytes() == completion.raw_logprobs.tobytes()
 
 
+def test_requests_that_name_an_adapter_do_not_search_the_models_parameters(model, monkeypatch):
+    engine = Engine(model)
+    engine.add_adapter("q", random_adapter(model, 1))
+    engine.generate(PROMPTS[:1], SAMPLING[0], adapters="q")
+    monkeypatch.setattr(type(model), "parameters", lambda *_: pytest.fail("a request looked at every parameter"))
+    engine.generate(PROMPTS, SAMPLING, adapters="q")
+
+
 def test_an_engine_has_its_slots_whoever_loaded_the_adapters(model):
     names = [f"a{index}" for index in range(9)]
     for seed, name in enumerate(names):

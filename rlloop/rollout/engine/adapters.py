@@ -29,6 +29,7 @@ class EngineAdapters:
     def __init__(self, model: Model, slots: int, max_rank: int) -> None:
         """`slots`: adapters that may run at once, each of `max_rank` at most."""
         self.slots, self._max_rank, self.model = slots, max_rank, model
+        self._checked = False
         self.set_version(0)
 
     def set_version(self, version: int) -> None:
@@ -43,12 +44,15 @@ class EngineAdapters:
 
     def _check(self) -> None:
         """Raises `ConfigError` where requests cannot name adapters."""
+        if self._checked:  # it looks at every parameter, which for each request would take longer than its prompt
+            return
         self.model.check_adapts()
         if self.model.context.layout.expert_leaves > 1:
             raise ConfigError(
                 "adapters by request need all ranks of an expert group to have the same requests, and along dp_shard "
                 "each has its own: set dp_shard=1 in the engine's layout, with ep up to tp"
             )
+        self._checked = True
 
     def read(self, folder: str | Path) -> AdapterWeights:
         """Read a PEFT folder and check it against the model, which does not change."""
