@@ -150,6 +150,7 @@ class _CutLogprob(torch.autograd.Function):
                 raws = operators.score_logits(logits, targets[own], LogitsProcessing())[0]
             if seeds is not None and positions is not None:
                 ids = draw(logits, processing.rows(own.start, own.stop), seeds[own], positions[own])[0]
+            del logits  # before the next are made
             floats = (logprobs, entropies, raws)
             bits = torch.stack((*(x.view(torch.int32) for x in floats), ids.int()), 1)
             chunks.append(division.ranks.gather(bits, 0, rows))
@@ -176,6 +177,7 @@ class _CutLogprob(torch.autograd.Function):
             processed = dense(ctx.processing.rows(own.start, own.stop), division.count, targets[own])
             of_rows = (entropies[own], grad_logprobs[own], grad_entropies[own])
             gradient = kernels.score_logits_backward(logits, targets[own], *processed, *of_rows, hidden.dtype)
+            del logits
             if needs_hidden:
                 grad_rows = product(gradient, True, whole, False, hidden.dtype)
                 grad_hidden[chunk] = division.ranks.gather(grad_rows, 0, rows)
@@ -184,6 +186,7 @@ class _CutLogprob(torch.autograd.Function):
                 grad_weight += product(columns, False, hidden[chunk], False, torch.float32)
             if adapter is not None:
                 adapter.add(gradient, columns, chunk, rows, own)
+            del gradient, columns
         of_terms = (None, None) if adapter is None else (adapter.z.to(hidden.dtype), adapter.up.to(weight.dtype))
         return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6, *of_terms, None, None
 

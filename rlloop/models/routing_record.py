@@ -22,7 +22,7 @@ class RoutingRecord:
 
     Example: `routes = RoutingRecord(); model.hidden(..., routes=routes); routes.chosen()` is [T, layers, top_k].
 
-    Layers are counted among those that have experts. A layer recomputed in a backward pass records the same again.
+    Layers are counted among those that have experts.
     """
 
     def __init__(self, replayed: Tensor | None = None) -> None:
@@ -60,7 +60,10 @@ class RoutingRecord:
         self._selected = {layer: cp.gather(selected, 0, rows) for layer, selected in self._selected.items()}
 
     def record(self, layer: int, chosen: Tensor, scores: Tensor) -> None:
-        self._chosen[layer], self.scores[layer] = chosen, scores
+        """Of a layer recomputed in a backward pass nothing is kept: these scores are the same, and their graph would
+        keep activations of every such layer until the pass ends."""
+        if layer not in self.scores:
+            self._chosen[layer], self.scores[layer] = chosen, scores
 
     def record_selected(self, layer: int, selected: Tensor) -> None:
         self._selected[layer] = _digest(selected)

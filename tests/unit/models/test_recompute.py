@@ -1,5 +1,6 @@
 """Layers made again in the backward pass: the same bits, with and without attention's results kept."""
 
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rlloop import NumericsProfile, load_model, token_logprobs
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.models import Model
+from rlloop.models import Model, ScoreRow, score
 from rlloop.trainer import Trainer
 from tests.support.checkpoints import EVERY, make_checkpoint
 from tests.support.train_sequences import gradients, make_groups
@@ -102,6 +103,38 @@ def test_of_a_layer_one_sum_is_kept(tmp_path: Path) -> None:
         del logprobs
     tokens = sum(len(prompt) + len(completion) - 1 for prompt, completion in PAIRS)
     assert kept[1] - kept[0] == 4 * tokens * model.config.hidden_size * model.dtype.itemsize
+
+
+class Alive(Calls):
+    """Counts results of rlloop's operators, and how many of an operator's were alive at a time at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "rlloop":
+            name, first = func.name().partition("::")[2], results if isinstance(results, Tensor) else results[0]
+            self.alive[name] += 1
+            self.most[name] = max(self.most[name], self.alive[name])
+            weakref.finalize(first.untyped_storage(), self.alive.subtract, [name])
+        return results
+
+
+def test_layers_made_again_are_dropped_one_after_the_other(tmp_path: Path) -> None:
+    """Those with experts too, whose scores a forward records for losses."""
+    make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=5)
+    model = load_model(tmp_path)
+    model.checkpoint_layers = 1
+    logprobs, _ = score(
+        model, [ScoreRow([*prompt, *made], range(len(prompt), len(prompt + made))) for prompt, made in PAIRS]
+    )
+    with Alive() as made:
+        logprobs.sum().backward()
+    assert made.counts["attention"] == made.counts["route"] == 5
+    assert made.most["attention"] == made.most["route"] == 1
 
 
 def test_attention_is_kept_only_of_layers_made_again(tmp_path: Path) -> None:

@@ -77,3 +77,32 @@ def test_float32_sums_with_a_bias_are_ours(calls):
 
     product(*drawn(256), torch.float32)
     assert calls == [("ours", 256, True)]
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 255])
+def test_a_shape_is_tried_in_parts(monkeypatch, wrong):
+    """A trial never has more of our numbers than `COMPARED`, and a wrong row of any part ends it."""
+    from rlloop.numerics.kernels.triton import linear
+
+    made, cpu = [], torch.Generator()
+
+    def chain(x, weight, bias, dtype, tiles=None):
+        made.append(len(x))
+        return (x.float()[:, None] * weight.float()).cumsum(-1)[..., -1].to(dtype)
+
+    def vendor(x, weight, dtype, bias=None):
+        out = chain(x, weight, bias, dtype)
+        if wrong is not None:
+            out[wrong] += 1
+        return out
+
+    monkeypatch.setattr(linear, "vendor", vendor)
+    monkeypatch.setattr(linear, "chain", chain)
+    monkeypatch.setattr(linear, "COMPARED", 100 * N)
+    monkeypatch.setattr(linear, "TRIED_OUTPUTS", 1)
+    monkeypatch.setattr(linear, "_agreed", {})
+    monkeypatch.setattr(torch, "Generator", lambda device: cpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    agrees = linear.vendor_agrees(256, N, K, torch.bfloat16, torch.float32, 0)
+    assert agrees == (wrong is None)
+    assert made == ([256, 100] if wrong == 0 else [256, 100, 100, 56])

@@ -26,15 +26,22 @@ def _chunks(
     hidden: Tensor, weight: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
     terms: Optional4, raw: bool = False,
 ) -> Iterator[tuple[slice, Rows]]:  # fmt: skip
-    """(rows, their logits measured), a bounded number of logits at a time."""
+    """(rows, their logits measured), a bounded number of logits at a time, if the caller drops each before the next."""
     step = logits_rows(len(weight))
     processing, hidden = Processing.of(settings, banned_start, banned_ids), aligned(hidden)
     for begin in range(0, len(hidden), step):
         rows = slice(begin, min(begin + step, len(hidden)))
-        logits = products.product(hidden[rows], weight, None, torch.float32)
-        if row_terms := rows_of(terms, rows):
-            logits = continued(logits, None, torch.float32, *row_terms)
-        yield rows, Rows(logits, processing.rows(rows.start, rows.stop), raw=raw)
+        yield rows, _measured(hidden[rows], weight, rows_of(terms, rows), processing.rows(rows.start, rows.stop), raw)
+
+
+def _measured(
+    hidden: Tensor, weight: Tensor, terms: tuple[Tensor, Tensor, bool, Tensor, Tensor] | None, processing: Processing,
+    raw: bool,
+) -> Rows:  # fmt: skip
+    logits = products.product(hidden, weight, None, torch.float32)
+    if terms is not None:
+        logits = continued(logits, None, torch.float32, *terms)
+    return Rows(logits, processing, raw=raw)
 
 
 def token_logprob(
@@ -50,6 +57,7 @@ def token_logprob(
             raws[rows] = measured.score(targets[rows], raw=True)[0]
         if seeds is not None and positions is not None:
             ids[rows] = measured.draw(seeds[rows], positions[rows])
+        del measured
     return logprobs, entropies, raws if raw else raws[:0], ids if seeds is not None else ids[:0]
 
 
@@ -64,12 +72,14 @@ def token_logprob_backward(
     for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, (z, up, slots, ranks)):
         arguments = (targets[rows], entropies[rows], grad_logprobs[rows], grad_entropies[rows])
         grad_logits = measured.gradient(*arguments, hidden.dtype)
+        del measured
         grad_hidden[rows] = torch.mm(grad_logits, weight)
         if of_weight:
             grad_weight += products.gradient(grad_logits, False, hidden[rows], False, torch.float32)
         if z is not None and up is not None and slots is not None:
             grad_z[rows], of_up = terms_gradients(PRODUCTS, grad_logits, z[rows], up, True, slots[rows], torch.float32)
             grad_up += of_up
+        del grad_logits
     return grad_hidden, grad_weight.to(weight.dtype), grad_z.to(hidden.dtype), grad_up.to(weight.dtype)
 
 
