@@ -22,6 +22,7 @@ from rlloop.numerics.layout import (
     AdapterSlots,
     AttentionLayout,
     AttentionMask,
+    DecoderWeights,
     Factors,
     LogitsProcessing,
     RecurrentState,
@@ -183,6 +184,24 @@ class Ops:
         """
         weights, write = norms or (None, None), kernels_for(q.device).qkv_cache_write
         return write(q, k, v, *weights, eps, positions, *rope, slots, keys, values)
+
+    def decoder_layer(
+        self, delta: Tensor, stream: Tensor | None, weights: DecoderWeights, eps: float, positions: Tensor,
+        rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """(delta, stream) after a layer of attention over a cache and an MLP, with the bits of its operations.
+
+        None where they are not made at once: only those of a decode step are, one token a sequence.
+        """
+        tensors, work = weights.all, kernels_for(delta.device).decoder_layer
+        exact = self.fuses and self.norms_sums and self._ranks == 1
+        plain = not is_packed(*tensors) and not any(isinstance(weight, Fp8Weight) for weight in tensors)
+        if work is None or not (exact and plain) or self._adapters is not None or len(delta) != len(layout.context):
+            return None
+        return work(
+            delta, stream, weights, eps, positions, rope, slots, keys, values, layout, scale, self._split, window
+        )  # fmt: skip
 
     def cached(self, x: Tensor) -> Tensor:
         """Keys, values or latents as the cache stores them: unchanged. Subclasses may round them."""
