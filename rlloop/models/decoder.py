@@ -47,7 +47,8 @@ class Layer(nn.Module):
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
         `summed`: it has been, and there is no `stream`."""
         ops = step.ops
-        if step.cache is not None and self._simple and ops.fuses and type(ops) is Ops:  # a subclass departs from it
+        decodes = step.cache is not None and len(delta) == len(step.layout.context)  # one token a sequence
+        if step.cache is not None and decodes and self._simple and ops.fuses and type(ops) is Ops:  # subclasses depart
             made = self._decoded(delta, stream, step, step.cache)
             if made is not None:
                 return made

@@ -16,7 +16,8 @@ from rlloop.numerics.kernels.cpu.compiled.jit import flat, inlined, parallel_ker
 from rlloop.numerics.kernels.cpu.compiled.linear import FORWARD, NO, YES, no_further
 from rlloop.numerics.layout import AttentionLayout, DecoderWeights
 
-ROWS = 64  # of a task, where threads share the rows. Each task packs all weights, so fewer cost more
+ROWS = 128  # of a task, where threads share the rows. Each task packs all weights, so fewer cost more
+WEIGHTS = 1 << 21  # of a layer at most: larger ones are better packed once for all rows
 NO_SINKS = np.empty(0, np.float32)
 
 # Numba reads no attributes of globals.
@@ -90,7 +91,7 @@ def decoder_layer(
     (rows, width), inner, (_, groups, head) = delta.shape, len(weights.gate), keys.shape
     queries, past = len(weights.qkv[0]), groups * head
     float32 = all(tensor.dtype == torch.float32 for tensor in (delta, keys, *weights.all))
-    if not float32 or rows != len(layout.context) or rows == 0:
+    if not float32 or rows == 0 or sum(tensor.numel() for tensor in weights.all) > WEIGHTS:
         return None
     threads = threads_for(rows * max(2 * inner, queries + 2 * past) * width)
     if 1 < threads and rows < threads * ROWS:  # they share the columns of a weight rather than the few rows
