@@ -57,12 +57,11 @@ class Layer(nn.Module):
         x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
         return self.mlp(x, step), stream
 
-    def _decoded(
-        self, delta: Tensor, stream: Tensor | None, step: Step, cache: Cache
-    ) -> tuple[Tensor, Tensor] | None:
+    def _decoded(self, delta: Tensor, stream: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor] | None:
         """`Ops.decoder_layer`."""
         attention, mlp = self.self_attn, self.mlp
-        assert isinstance(attention, Attention) and isinstance(mlp, Mlp)  # noqa: PT018
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, Mlp)
         q_norm, k_norm = attention.q_norm, attention.k_norm
         weights = DecoderWeights(
             norms=(self.input_layernorm.scale, self.post_attention_layernorm.scale),
@@ -73,9 +72,9 @@ class Layer(nn.Module):
             up=mlp.up_proj.weight,
             down=mlp.down_proj.weight,
         )
-        places = cache.places(attention.layer, "k", "v")
+        slots, keys, values = cache.places(attention.layer, "k", "v")
         return step.ops.decoder_layer(
-            delta, stream, weights, self.eps, step.positions, step.rope, *places, step.layout, attention.scale,
+            delta, stream, weights, self.eps, step.positions, step.rope, slots, keys, values, step.layout, attention.scale,
             attention.window,
         )  # fmt: skip
 

@@ -190,14 +190,11 @@ class Ops:
         rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, scale: float,
         window: int,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(delta, stream) after a layer of attention over a cache and an MLP, with the bits of its operations.
-
-        None where they are not made at once: only those of a decode step are, one token a sequence.
-        """
-        tensors, work = weights.all, kernels_for(delta.device).decoder_layer
-        exact = self.fuses and self.norms_sums and self._ranks == 1
-        plain = not is_packed(*tensors) and not any(isinstance(weight, Fp8Weight) for weight in tensors)
-        if work is None or not (exact and plain) or self._adapters is not None or len(delta) != len(layout.context):
+        """(delta, stream) after a layer of a decode step, one token a sequence. None where it is not made at once."""
+        work, fp8 = kernels_for(delta.device).decoder_layer, any(isinstance(each, Fp8Weight) for each in weights.all)
+        if work is None or fp8 or is_packed(*weights.all) or self._adapters is not None:
+            return None
+        if not (self.fuses and self.norms_sums and self._ranks == 1):
             return None
         return work(
             delta, stream, weights, eps, positions, rope, slots, keys, values, layout, scale, self._split, window

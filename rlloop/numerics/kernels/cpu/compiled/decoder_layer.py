@@ -94,7 +94,7 @@ def decoder_layer(
     if not float32 or rows == 0 or sum(tensor.numel() for tensor in weights.all) > WEIGHTS:
         return None
     threads = threads_for(rows * max(2 * inner, queries + 2 * past) * width)
-    if 1 < threads and rows < threads * ROWS:  # they share the columns of a weight rather than the few rows
+    if threads > 1 and rows < threads * ROWS:  # they share the columns of a weight rather than the few rows
         return None
     chunk = min(rows, ROWS) if threads > 1 else min(rows, linear.MOST_ROWS)
     tiles = np.array([linear.plan(chunk, n, width, 1, CHAIN)[0] for n in (queries + 2 * past, width, inner)])

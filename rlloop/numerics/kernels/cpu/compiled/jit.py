@@ -98,7 +98,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
-class parallel_kernel:  # noqa: N801 — a decorator
+class parallel_kernel:
     """Compiles a kernel whose first argument is the counter that it takes its tasks from.
 
     The result takes the number of threads in its place, and may be called from any thread. The pool is Python's own:
