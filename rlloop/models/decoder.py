@@ -74,8 +74,8 @@ class Layer(nn.Module):
         )
         slots, keys, values = cache.places(attention.layer, "k", "v")
         return step.ops.decoder_layer(
-            delta, stream, weights, self.eps, step.positions, step.rope, slots, keys, values, step.layout, attention.scale,
-            attention.window,
+            delta, stream, weights, self.eps, step.positions, step.rope, slots, keys, values, step.layout,
+            attention.scale, attention.window,
         )  # fmt: skip
 
 

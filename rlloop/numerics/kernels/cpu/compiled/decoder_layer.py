@@ -54,9 +54,7 @@ def _layer(
         rows, own = end - begin, delta[begin * width : end * width]
         total, before, scale_of = out_stream[begin * width : end * width], own, scales[:rows]
         if has_stream:
-            _norm(
-                _zero(), own, stream[begin * width : end * width], norm, eps, YES, total, x, scale_of, width
-            )  # fmt: skip
+            _norm(_zero(), own, stream[begin * width : end * width], norm, eps, YES, total, x, scale_of, width)
             before = total
         else:
             _norm(_zero(), own, own, norm, eps, NO, own, x, scale_of, width)
