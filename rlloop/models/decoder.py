@@ -11,9 +11,11 @@ from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
-from rlloop.models.layers import Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.layers import Cache, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba
 from rlloop.models.stages import Stage
+from rlloop.numerics.layout import DecoderWeights
+from rlloop.numerics.ops import Ops
 from rlloop.parallel.context import ParallelContext
 
 
@@ -36,15 +38,45 @@ class Layer(nn.Module):
             self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
         else:
             self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
+        attends = isinstance(getattr(self, "self_attn", None), Attention) and isinstance(self.mlp, Mlp)
+        biased = config.qkv_bias or config.output_bias or config.mlp_bias
+        special = config.output_gate or config.whole_norm or config.sinks or config.rope_dim != config.head_dim
+        self._simple = attends and tp.size == 1 and context.ranks("cp").size == 1 and not (biased or special)
 
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step, summed: bool = False) -> tuple[Tensor, Tensor]:
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
         `summed`: it has been, and there is no `stream`."""
         ops = step.ops
+        decodes = step.cache is not None and len(delta) == len(step.layout.context)  # one token a sequence
+        if step.cache is not None and decodes and self._simple and ops.fuses and type(ops) is Ops:  # subclasses depart
+            made = self._decoded(delta, stream, step, step.cache)
+            if made is not None:
+                return made
         x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
         x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
         return self.mlp(x, step), stream
+
+    def _decoded(self, delta: Tensor, stream: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor] | None:
+        """`Ops.decoder_layer`."""
+        attention, mlp = self.self_attn, self.mlp
+        assert isinstance(attention, Attention)
+        assert isinstance(mlp, Mlp)
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        weights = DecoderWeights(
+            norms=(self.input_layernorm.scale, self.post_attention_layernorm.scale),
+            qkv=(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            head_norms=None if q_norm is None or k_norm is None else (q_norm.scale, k_norm.scale),
+            o=attention.o_proj.weight,
+            gate=mlp.gate_proj.weight,
+            up=mlp.up_proj.weight,
+            down=mlp.down_proj.weight,
+        )
+        slots, keys, values = cache.places(attention.layer, "k", "v")
+        return step.ops.decoder_layer(
+            delta, stream, weights, self.eps, step.positions, step.rope, slots, keys, values, step.layout,
+            attention.scale, attention.window,
+        )  # fmt: skip
 
 
 class Block(nn.Module):

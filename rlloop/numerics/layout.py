@@ -127,6 +127,23 @@ CAUSAL = AttentionMask()
 
 
 @dataclass(frozen=True)
+class DecoderWeights:
+    """Weights of a layer of grouped-query attention and a gated MLP, without biases."""
+
+    norms: tuple[torch.Tensor, torch.Tensor]  # before the attention and before the MLP, [D]
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # of queries and keys
+    o: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        return (*self.norms, *self.qkv, *(self.head_norms or ()), self.o, self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """State of a recurrent layer that an engine keeps of each sequence between steps, in float32.
 

@@ -22,6 +22,7 @@ from rlloop.numerics.layout import (
     AdapterSlots,
     AttentionLayout,
     AttentionMask,
+    DecoderWeights,
     Factors,
     LogitsProcessing,
     RecurrentState,
@@ -183,6 +184,21 @@ class Ops:
         """
         weights, write = norms or (None, None), kernels_for(q.device).qkv_cache_write
         return write(q, k, v, *weights, eps, positions, *rope, slots, keys, values)
+
+    def decoder_layer(
+        self, delta: Tensor, stream: Tensor | None, weights: DecoderWeights, eps: float, positions: Tensor,
+        rope: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, scale: float,
+        window: int,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """(delta, stream) after a layer of a decode step, one token a sequence. None where it is not made at once."""
+        work, fp8 = kernels_for(delta.device).decoder_layer, any(isinstance(each, Fp8Weight) for each in weights.all)
+        if work is None or fp8 or is_packed(*weights.all) or self._adapters is not None:
+            return None
+        if not (self.fuses and self.norms_sums and self._ranks == 1):
+            return None
+        return work(
+            delta, stream, weights, eps, positions, rope, slots, keys, values, layout, scale, self._split, window
+        )  # fmt: skip
 
     def cached(self, x: Tensor) -> Tensor:
         """Keys, values or latents as the cache stores them: unchanged. Subclasses may round them."""

@@ -382,3 +382,8 @@ class Kernels(Protocol):
     ) -> Tensor:  # fmt: skip
         """`Ops.qkv_cache_write`: norms (where there are weights), rotates, and writes keys and values to slots [T]."""
         ...
+
+    @property
+    def decoder_layer(self) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+        """`Ops.decoder_layer` with the layout and `split`; its result is None where it is not for these."""
+        ...

@@ -15,6 +15,7 @@ from rlloop.numerics.kernels.cpu.attention import (
     sparse_attention,
     sparse_attention_backward,
 )
+from rlloop.numerics.kernels.cpu.compiled.decoder_layer import decoder_layer
 from rlloop.numerics.kernels.cpu.compiled.fused import gated_linear, qkv_cache_write, qkv_linear
 from rlloop.numerics.kernels.cpu.distribution import (
     logits_rows,
@@ -77,6 +78,7 @@ __all__ = [
     "causal_conv_backward",
     "combine",
     "combine_backward",
+    "decoder_layer",
     "dequantised",
     "embedding_backward",
     "families_backward",

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlloop.numerics.kernels.cpu.compiled.jit import kernel, parallel_kernel, take
+from rlloop.numerics.kernels.cpu.compiled.jit import inlined, kernel, parallel_kernel, take
 from rlloop.numerics.kernels.cpu.compiled.simd import (
     LANES,
     add,
     div,
     exp,
     load,
+    load_up_to,
     maximum,
     mul,
     prefetch,
@@ -139,17 +140,14 @@ def _tile(
         r = end
 
 
-@kernel
-def _fetch(k, v, v_step, block_start, block, count, block_size, groups, width):
-    """Begins to load the first of a sequence's `count` past keys and values, while another is computed."""
+@inlined
+def _fetch(k, v, v_step, at, width):
+    """Begins to load a key and a value of the next sequence. All at once they would only wait for each other."""
     step = 64 // k.itemsize  # a cache line
-    for j in range(0, min(count, FETCHED), block_size):
-        first = block_start[block + j // block_size] * groups
-        slots = min(block_size, count - j) * groups
-        for i in range(first * width, (first + slots) * width, step):
-            prefetch(k, i)
-        for i in range(first * v_step, (first + slots) * v_step, step):
-            prefetch(v, i)
+    for i in range(at * width, (at + 1) * width, step):
+        prefetch(k, i)
+    for i in range(at * v_step, (at + 1) * v_step, step):
+        prefetch(v, i)
 
 
 @parallel_kernel
@@ -174,9 +172,8 @@ def forward(
         while first_task[sequence] > item:
             sequence -= 1
         chunk_index, group = (item - first_task[sequence]) // groups, (item - first_task[sequence]) % groups
-        if group == groups - 1 and sequence > 0:  # the first group of a sequence, since items descend
-            _fetch(k, v, v_step, block_start, (sequence - 1) * blocks, context[sequence - 1], block_size, groups, width)
         token, offset = query_start[sequence], context[sequence]
+        ahead = min(context[sequence - 1], FETCHED) if sequence > 0 else 0
         begin = chunk_index * chunk
         num_rows = min(chunk, (query_start[sequence + 1] - token) * share - begin)
         for r in range(num_rows):
@@ -198,7 +195,12 @@ def forward(
                     block, within = block + 1, 0
                 slot, within = block_start[block] + within, within + 1
                 starts[j] = (slot * groups + group) * width
-                widen(v, (slot * groups + group) * v_step, v_width, v_packed, j * v_wide)
+                if tile + j < ahead:
+                    place = (sequence - 1) * blocks + (tile + j) // block_size
+                    _fetch(k, v, v_step, (block_start[place] + (tile + j) % block_size) * groups + group, width)
+                place = (slot * groups + group) * v_step
+                for i in range(0, v_width, LANES):
+                    store(v_packed, j * v_wide + i, load_up_to(v, place + i, v_width - i))
             span = padded(keys)
             for j in range(keys, span):  # the last key stands in for those past it: their scores are masked
                 starts[j] = starts[keys - 1]

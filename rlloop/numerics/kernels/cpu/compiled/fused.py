@@ -25,11 +25,11 @@ from rlloop.numerics.kernels.cpu.compiled.linear import (
 )
 from rlloop.numerics.kernels.cpu.compiled.simd import LANES, add, load, mul, splat, store, sub
 
-TOKENS = 8  # of a task of `_cache_write`
+TOKENS = 8  # of a task of `cache_write`
 
 
 @parallel_kernel
-def _three_products(
+def three_products(
     counter, first, second, third, rows, out_first, out_second, out_third, columns, num_rows, width, kind, tiles,
     chunk,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
     columns = np.array([len(weight) for weight in weights])
     kind = kind_of(x, q_weight, width)
     threads = threads_of(num_rows * int(columns.sum()) * width, int(columns.sum()) * width, kind)
-    _three_products(
+    three_products(
         threads, *(flat(weight.contiguous()) for weight in weights), flat_rows(x, kind), flat(one), flat(other),
         flat(last), columns, num_rows, width, kind, *plan(num_rows, int(columns.sum()), width, threads, kind),
     )  # fmt: skip
@@ -70,7 +70,7 @@ def qkv_linear(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) 
 
 
 @parallel_kernel
-def _gated_product(counter, gate, up, rows, out, num_rows, columns, width, kind, tiles, chunk):
+def gated_product(counter, gate, up, rows, out, num_rows, columns, width, kind, tiles, chunk):
     """out = silu(rows gate^T) * (rows up^T). Both products are rounded to what `out` holds before that."""
     span = tiles * LANES
     strips = (columns + span - 1) // span
@@ -100,7 +100,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     out = x.new_empty(num_rows, columns)
     kind = kind_of(x, gate, width)
     threads = threads_of(2 * num_rows * columns * width, 2 * columns * width, kind)
-    _gated_product(
+    gated_product(
         threads, flat(gate.contiguous()), flat(up.contiguous()), flat_rows(x, kind), flat(out), num_rows, columns,
         width, kind, *plan(num_rows, columns, width, threads, kind),
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _turned(x, at, weight, eps, normed, cos, sin, table, half, line, out, to):
 
 
 @parallel_kernel
-def _cache_write(
+def cache_write(
     counter, q, k, v, q_weight, k_weight, eps, normed, positions, cos, sin, slots, out, keys, values, heads, groups,
     half,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def qkv_cache_write(
     (tokens, heads, width), groups = q.shape, k.shape[1]
     out = q.new_empty(tokens, heads, width)
     weights = (flat(q if weight is None else weight) for weight in (q_weight, k_weight))
-    _cache_write(
+    cache_write(
         threads_for(16 * tokens * (heads + groups) * width), *(flat(x.contiguous()) for x in (q, k, v)), *weights,
         np.float32(eps), q_weight is not None, flat(positions.contiguous()), flat(cos), flat(sin),
         flat(slots.contiguous()), flat(out), flat(keys.view(-1)), flat(values.view(-1)), heads, groups, width // 2,

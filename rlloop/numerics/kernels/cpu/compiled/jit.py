@@ -98,23 +98,23 @@ def kernel(function: Callable[..., Any]) -> Any:
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
-def parallel_kernel(function: Callable[..., None]) -> Callable[..., None]:
+class parallel_kernel:
     """Compiles a kernel whose first argument is the counter that it takes its tasks from.
 
     The result takes the number of threads in its place, and may be called from any thread. The pool is Python's own:
     kernels do not hold the interpreter's lock, and unlike an OpenMP barrier it never waits for a thread that has not
-    begun, so a busy machine costs little.
+    begun, so a busy machine costs little. `part`: the kernel itself, for another one to call with a counter at 0.
     """
-    compiled = kernel(function)
 
-    def launch(threads: int, *args: Any) -> None:
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.part = kernel(function)
+
+    def __call__(self, threads: int, *args: Any) -> None:
         args = (np.zeros(1, np.int64), *args)
         if threads == 1:
-            compiled(*args)
+            self.part(*args)
         else:
-            _POOL.run(threads - 1, compiled, args)
-
-    return launch
+            _POOL.run(threads - 1, self.part, args)
 
 
 def threads_for(work: int) -> int:

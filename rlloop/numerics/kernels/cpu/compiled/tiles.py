@@ -130,7 +130,7 @@ MAIN = 12 if target_features().get("avx512f") else 6
 
 _main, _six, _five, _four = chains(MAIN, 1), chains(6, 1), chains(5, 1), chains(4, 1)
 _three, _two, _one = chains(3, 1), chains(2, 1), chains(1, 1)
-_two_by_two, _one_by_four, _six_by_four = chains(2, 2), chains(1, 4), chains(6, 4)
+_two_by_two, _two_by_four, _one_by_four, _six_by_four = chains(2, 2), chains(2, 4), chains(1, 4), chains(6, 4)
 WIDE = 4 if MAIN == 12 else 1  # tiles at once for many rows: 24 sums take fewer loads a product, but 24 registers
 
 
@@ -154,6 +154,10 @@ def _add_products(lanes, lanes_at, tiles, rows, rows_at, rows_stride, rows_step,
             _one_by_four(lanes, at, stride, rows, rows_at, rows_stride, rows_step, depth, sums, to, stride, new)
             tile += 4
     elif num_rows == 2:
+        while tiles - tile >= 4:
+            at, to = lanes_at + tile * LANES, sums_at + tile * LANES
+            _two_by_four(lanes, at, stride, rows, rows_at, rows_stride, rows_step, depth, sums, to, stride, new)
+            tile += 4
         while tiles - tile >= 2:
             at, to = lanes_at + tile * LANES, sums_at + tile * LANES
             _two_by_two(lanes, at, stride, rows, rows_at, rows_stride, rows_step, depth, sums, to, stride, new)
