@@ -10,7 +10,7 @@ import pytest
 
 CASES = {
     "one adapter": ["tests/support/emulated_launches.py"],
-    "adapters": ["tests/unit/numerics/test_adapted_products.py", "-k", "one_input"],
+    "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],
     "operations": ["tests/unit/numerics/test_vision_operations.py"],
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],

@@ -191,14 +191,17 @@ def adapted_grouped_linear(
     rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor, z: Tensor, up: Tensor, up_by_row: bool, slots: Tensor,
     ranks: Tensor,
 ) -> Tensor:  # fmt: skip
-    base = sums(rows, weight, by_row, offsets, torch.float32)
+    base = sums(_narrowed(rows, weight), weight, by_row, offsets, torch.float32)
     return continued(base, None, rows.dtype, z, up, up_by_row, slots, ranks)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, by_row: bool, offsets: Tensor) -> Tensor:
+    return sums(_narrowed(rows, weight), weight, by_row, offsets, rows.dtype)
+
+
+def _narrowed(rows: Tensor, weight: Tensor) -> Tensor:
     """Wider rows than the weight are multiplied in its type: they hold its numbers, or are gradients."""
-    narrow = weight.dtype.itemsize < rows.dtype.itemsize
-    return sums(rows.to(weight.dtype) if narrow else rows, weight, by_row, offsets, rows.dtype)
+    return rows.to(weight.dtype) if weight.dtype.itemsize < rows.dtype.itemsize else rows
 
 
 PRODUCTS = Products(products.gradient, grouped_linear, grouped.weight_gradient)
