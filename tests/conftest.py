@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,14 @@ def no_modules_of_other_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
     for name in sys.modules.keys() - modules:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
+
+
+@pytest.fixture
+def heard_hangups() -> Iterator[None]:
+    """Under `nohup` SIGHUP is ignored, and so it is by runs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def pytest_collection_finish() -> None:

@@ -323,6 +323,7 @@ def test_a_difference_ends_with_3_a_report_and_the_token(rlloop, tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "parity broken"
 
 
+@pytest.mark.usefixtures("heard_hangups")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_after_the_step_and_says_how_to_resume(rlloop, tmp_path, number):
     class Interrupted(FakeEngine):

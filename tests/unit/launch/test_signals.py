@@ -29,6 +29,7 @@ def test_an_interrupt_whose_error_python_drops_still_ends_the_run():
     assert said == []
 
 
+@pytest.mark.usefixtures("heard_hangups")
 def test_the_first_interrupt_waits_and_the_second_does_not():
     said = list[str]()
     with Interrupts(said.append) as interrupts, interrupts.held_back():
