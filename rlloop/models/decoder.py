@@ -46,10 +46,10 @@ class Layer(nn.Module):
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step, summed: bool = False) -> tuple[Tensor, Tensor]:
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
         `summed`: it has been, and there is no `stream`."""
-        ops = step.ops
-        decodes = step.cache is not None and len(delta) == len(step.layout.context)  # one token a sequence
-        if step.cache is not None and decodes and self._simple and ops.fuses and type(ops) is Ops:  # subclasses depart
-            made = self._decoded(delta, stream, step, step.cache)
+        ops, cache = step.ops, step.cache
+        one_each = len(delta) == len(step.layout.context)  # one token a sequence
+        if cache is not None and one_each and self._simple and type(ops) is Ops:  # subclasses depart
+            made = self._decoded(delta, stream, step, cache)
             if made is not None:
                 return made
         x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)

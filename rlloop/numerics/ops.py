@@ -191,10 +191,10 @@ class Ops:
         window: int,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """(delta, stream) after a layer of a decode step, one token a sequence. None where it is not made at once."""
-        work, fp8 = kernels_for(delta.device).decoder_layer, any(isinstance(each, Fp8Weight) for each in weights.all)
-        if work is None or fp8 or is_packed(*weights.all) or self._adapters is not None:
+        work = kernels_for(delta.device).decoder_layer
+        if work is None or self._adapters is not None or not (self.fuses and self.norms_sums and self._ranks == 1):
             return None
-        if not (self.fuses and self.norms_sums and self._ranks == 1):
+        if is_packed(*weights.all) or any(isinstance(each, Fp8Weight) for each in weights.all):
             return None
         return work(
             delta, stream, weights, eps, positions, rope, slots, keys, values, layout, scale, self._split, window
