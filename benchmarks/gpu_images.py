@@ -5,7 +5,7 @@
 1 and 16 requests, each a picture of 512 x 512 pixels (1,024 patches, which the tower merges to 256 tokens) among 64
 tokens of text, and one new token. The tower is whole; of the decoder's 36 layers there are `--layers`, so that its
 random weights are written soon. Both sides take Pillow's pictures and token ids, and have a process of their own, one
-after the other: one round to warm up, then three on new pictures, whose median counts. rlloop is also measured with the
+after the other: two rounds to warm up, then nine on new pictures, whose median counts. rlloop is also measured with the
 patches made before, and the trainer computes its logprobs again, of which none may differ.
 
 vLLM runs as it comes, with its default processor, no videos, no statistics and no detokenisation.
@@ -37,7 +37,7 @@ from results_schema import Figure, report, table
 if TYPE_CHECKING:
     from rlloop import Engine
 
-ROUNDS, WARM = 3, 1
+ROUNDS, WARM = 9, 2
 START, END, PAD, VIDEO = 151652, 151653, 151655, 151656  # tokens that mark images, as released
 SPECIAL = (  # tokens from 151643 on
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",

@@ -125,7 +125,7 @@ def decode(name: str, shape: Shape, sequences: int) -> list[Figure]:
 
     def ours(store: Tensor) -> Tensor:
         with torch.inference_mode():
-            return OPS.scan(*given, corrects, layout, RecurrentState(store, rows))
+            return OPS.scan(*given, corrects, layout, RecurrentState(store, rows, settled=True))
 
     asked = peers.steps(given, corrects, copies)
     run = {peer: calls for peer, calls in asked.items() if peers.runs(peer, calls[0])}

@@ -152,6 +152,7 @@ class RecurrentState:
 
     store: torch.Tensor  # [R, ...] float32
     rows: torch.Tensor  # [S] int64, distinct
+    settled: bool = False  # the device's last launch wrote to neither, nor to the layout: the next may read them early
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,7 @@ class Kernels(Protocol):
     def scan(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
         context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
+        settled: bool = False,
     ) -> Tensor:  # fmt: skip
         """`Ops.scan` in float32: q, k [T, G, K], v [T, H, V], decay and beta [T, H] -> [T, H, V]."""
         ...

@@ -116,7 +116,7 @@ _scan = operator(
 )
 _carried_scan = operator(
     "carried_scan(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, bool corrects, Tensor query_start,"
-    " Tensor context, Tensor(a!) states, Tensor rows) -> Tensor",
+    " Tensor context, Tensor(a!) states, Tensor rows, bool settled) -> Tensor",
     lambda q, k, v, *rest: torch.empty_like(v),
     kernel="scan",
 )
@@ -129,4 +129,4 @@ def scan(
     arguments = (*(x.float() for x in (q, k, v, decay, beta)), corrects, layout.query_start)
     if states is None:
         return _scan(*arguments)
-    return _carried_scan(*arguments, layout.context, states.store, states.rows)
+    return _carried_scan(*arguments, layout.context, states.store, states.rows, states.settled)

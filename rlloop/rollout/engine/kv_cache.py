@@ -220,8 +220,11 @@ class PagedCache:
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def carried(self, layer: int, name: str) -> RecurrentState:
-        """A recurrent layer's states of this step's sequences; zeros for sequences that begin."""
-        return RecurrentState(self.states[layer][name], self.rows)
+        """A recurrent layer's states of this step's sequences; zeros for sequences that begin.
+
+        Settled: a layer's projections stand between its states and whatever wrote to them.
+        """
+        return RecurrentState(self.states[layer][name], self.rows, settled=True)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies rows of all states, each (from, to); no row is both."""

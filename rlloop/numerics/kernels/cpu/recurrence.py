@@ -56,6 +56,7 @@ def scan_state(groups: int, heads: int, key_width: int, width: int) -> tuple[int
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
     context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:  # fmt: skip
     (_, groups, key_width), (_, heads, width) = q.shape, v.shape
     out = torch.empty(v.shape)

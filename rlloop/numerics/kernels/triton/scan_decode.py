@@ -28,18 +28,19 @@ def _queries(q, k, at, inside, is_key, CORRECTS: tl.constexpr):
 
 @triton.jit
 def _rows(
-    of_state, keys_at, inverse_at, fades, factor, t, KEY: tl.constexpr, PIECES: tl.constexpr,
-    PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
+    of_state, kept, keys_at, k, inverse, fades, factor, t, KEY: tl.constexpr, PIECES: tl.constexpr,
+    PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Row t of W, and rows up to t of T."""
+    """Row t of W, and rows up to t of T. `inverse`: rows before t; `kept`: keys before t, if read ahead."""
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
-    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if CORRECTS:
-        inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
     sums = nothing(CHUNK, 8)
     for piece in tl.static_range(PIECES):
-        keys = tl.load(keys_at + piece * PIECE, (n <= t)[:, None] & (piece * PIECE + i < KEY)[None, :], 0.0)
+        inside = piece * PIECE + i < KEY
+        if AHEAD:
+            keys = tl.where(row == t, tl.load(k + piece * PIECE + i, inside, 0.0)[None, :], kept[piece])
+        else:
+            keys = tl.load(keys_at + piece * PIECE, (row <= t) & inside[None, :], 0.0)
         high, low = split(keys)
         to_high, to_low = split(of_state[piece])
         sums = plus(sums, high, low, to_high, to_low)
@@ -56,15 +57,31 @@ def _rows(
 
 
 @triton.jit
+def _of_columns(
+    mine, head, token, t, known, block, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the state before this chunk, transposed, and of r before t."""
+    i, j = tl.arange(0, PIECE), block * COLUMNS + tl.arange(0, COLUMNS)
+    of_value = (j < WIDTH)[:, None]
+    state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
+    state = pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
+    r = tl.load(mine + VALUES + (head * CHUNK + token) * WIDTH + j[:, None], of_value & (token < t), 0.0)
+    return state, r
+
+
+@triton.jit
 def decode(
     q, k, v, decay, beta, context, rows, states, out, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
     FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence, row t of its chunk, by `BLOCKS` times `COLUMNS` columns of one head. Whatever is
-    stored here is row t, which no program reads. `EARLY`: this launch has begun before the one before it is done."""
-    if EARLY:
+    stored here is row t, which no program reads. `EARLY`: this launch has begun before the one before it is done;
+    `AHEAD`: which has not written to states, so their one block is read meanwhile."""
+    if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -77,16 +94,28 @@ def decode(
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
     token = turned(column)
+    inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
+    keys_at = mine + KEYS + group * (CHUNK * KEY) + row * KEY + i[None, :]
+    fades_at = mine + FADES + head * SQUARE + t * CHUNK + n
+    since_at = mine + SINCE + head * CHUNK + t
+    kept = ()
+    if AHEAD:
+        kept = pieces(keys_at, row < t, i, KEY, PIECES, PIECE)
+    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if CORRECTS:
+        inverse = tl.load(inverse_at, (row < t) & (column >= 0), 0.0)
+    fades, since = tl.load(fades_at - CHUNK, n < t, 0.0), tl.load(since_at - 1, t > 0, 1.0)
+    if AHEAD:
+        state, r = _of_columns(
+            mine, head, token, t, known, part, HEADS, KEY, WIDTH, PIECES, PIECE, COLUMNS, CHUNK, VALUES
+        )  # fmt: skip
+        gdc_wait()
+        gdc_launch_dependents()
     q += (sequence * GROUPS + group) * KEY
     k += (sequence * GROUPS + group) * KEY
     fade, factor = tl.load(decay + sequence * HEADS + head), tl.load(beta + sequence * HEADS + head)
-    across = row * 0 + i[None, :]
-    keys_at = tl.where(row == t, k + across, mine + KEYS + group * (CHUNK * KEY) + row * KEY + across)
-    fades_at = mine + FADES + head * SQUARE + t * CHUNK + n
-    fades = tl.where(n < t, tl.load(fades_at - CHUNK, n < t, 0.0) * fade, tl.where(n == t, 1.0, 0.0))
-    since_at = mine + SINCE + head * CHUNK + t
-    since = tl.load(since_at - 1, t > 0, 1.0) * fade
-    inverse_at = mine + INVERSES + head * SQUARE + row * CHUNK + column
+    fades = tl.where(n < t, fades * fade, tl.where(n == t, 1.0, 0.0))
+    since = since * fade
     # Of eight columns, one is the key's and every other the query's. A product of 16 columns has them twice.
     eight = tl.arange(0, 8)[None, :]
     down = i[:, None] + 0 * eight
@@ -95,21 +124,24 @@ def decode(
     for piece in tl.static_range(PIECES):
         of_key = (piece * PIECE + i < KEY)[:, None] & (eight >= 0)
         of_state = of_state + (_queries(q, k, down + piece * PIECE, of_key, is_key, CORRECTS),)  # noqa: RUF005
-    inverse = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if BLOCKS > 1:
-        weights, inverse = _rows(of_state, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS)
+    of_chunk = tl.where(row == t, k + row * 0 + i[None, :], keys_at)
+    if BLOCKS > 1 or AHEAD:
+        weights, inverse = _rows(
+            of_state, kept, of_chunk, k, inverse, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS, AHEAD
+        )  # fmt: skip
     for block in tl.range(part * BLOCKS, part * BLOCKS + BLOCKS, num_stages=STAGES):
         j = block * COLUMNS + tl.arange(0, COLUMNS)
         of_value = (j < WIDTH)[:, None]
-        state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
-        state = pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
+        if not AHEAD:
+            state, r = _of_columns(
+                mine, head, token, t, known, block, HEADS, KEY, WIDTH, PIECES, PIECE, COLUMNS, CHUNK, VALUES
+            )  # fmt: skip
         r_at = mine + VALUES + (head * CHUNK + token) * WIDTH + j[:, None]
-        r = tl.load(r_at, of_value & (token < t), 0.0)
         value_at = (sequence * HEADS + head) * WIDTH + j[:, None]
         values = tl.load(v + value_at, of_value, 0.0)
-        if BLOCKS == 1:  # here, so that the state is on its way meanwhile
+        if BLOCKS == 1 and not AHEAD:  # here, so that the state is on its way meanwhile
             weights, inverse = _rows(
-                of_state, keys_at, inverse_at, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS
+                of_state, kept, of_chunk, k, inverse, fades, factor, t, KEY, PIECES, PIECE, CHUNK, CORRECTS, AHEAD
             )  # fmt: skip
         read_sums = nothing(COLUMNS, 8)
         for piece in tl.static_range(PIECES):
@@ -145,7 +177,7 @@ def decode(
             u_high, u_low = split(u * fades[None, :])
             for piece in tl.static_range(PIECES):
                 of_piece = (piece * PIECE + i < KEY)[None, :]
-                chunk_keys = tl.load(keys_at + piece * PIECE, of_piece & (row >= 0), 0.0)
+                chunk_keys = tl.load(of_chunk + piece * PIECE, of_piece & (row >= 0), 0.0)
                 before = tl.load(state_at + piece * PIECE, of_value & of_piece & (known >= CHUNK), 0.0)
                 after = before * since + written(u_high, u_low, chunk_keys)
                 tl.store(state_at + piece * PIECE, after, of_value & of_piece)
