@@ -36,7 +36,7 @@ COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose 
 FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
-DECODE_FEW, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 16, 2  # as `FEW_PROGRAMS`
+DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 32, 16, 2  # as `FEW_PROGRAMS`
 DECODE_PROGRAMS = 4096  # up to so many programs have one block each
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
@@ -81,6 +81,8 @@ def scan(
         early = hopper(q.device)
         given, context, rows = (context, rows), aligned(context), aligned(rows)
         ahead = early and few and settled and given[0] is context and given[1] is rows  # a copy is a launch
+        piece = min(DECODE_FEW_PIECE, power_of_two(key_width, 16)) if few else piece
+        shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
         columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
