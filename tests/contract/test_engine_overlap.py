@@ -66,6 +66,9 @@ class AtOnce:
         made = self.engine.model.ops.sample(logits, LogitsProcessing(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 
+    def hidden(self, *_: object) -> None:
+        """Records no step with prompts."""
+
     def check_weights(self) -> None:
         """Keeps nothing of the weights."""
 

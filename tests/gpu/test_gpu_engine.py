@@ -54,6 +54,14 @@ def test_settings_leave_no_trace(model, hidden_among_many, count, settings):
     assert [bits(c) for c in completions] == [bits(c) for c in hidden_among_many[:count]]
 
 
+def test_prompts_beside_decoding_are_replayed(model, hidden_among_many):
+    engine = Engine(model, max_running=5)
+    for _ in range(2):
+        assert [bits(c) for c in engine.generate(*traffic(96))] == [bits(c) for c in hidden_among_many]
+    assert engine._graphs is not None
+    assert sum(form.tokens > 0 for form in engine._graphs._recorded) >= 3
+
+
 def test_the_trainer_recomputes_the_engines_bits(model, hidden_among_many):
     sequences = [(c.prompt_ids, c.token_ids) for c in hidden_among_many]
     samplings = [c.sampling for c in hidden_among_many]

@@ -36,8 +36,6 @@ class ChoiceStore:
         self.experts = self.selected = None
         self._stage = None if stage is None or stage.whole else stage
         self._device = device
-        if device.type != "cpu":
-            num_slots += 1  # the cache's spare one
         if routers is not None:
             layers, top_k, experts = routers
             self._kind = np.min_scalar_type(experts - 1)

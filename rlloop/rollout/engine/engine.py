@@ -23,14 +23,14 @@ from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.scoring import score_prompt
 from rlloop.models.vision import check_images
-from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
+from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
-from rlloop.rollout.engine.graphs import DecodeGraphs
+from rlloop.rollout.engine.graphs import EngineGraphs
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
@@ -131,13 +131,14 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         self._num_blocks = max_cache_tokens // page_size
         room = self._num_blocks * page_size
         super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
-        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running + self._saved_states)
-        self._choices = ChoiceStore.of(model, room) if record_choices else None
+        spare = 0 if self._device.type == "cpu" else page_size
+        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running + self._saved_states, spare)
+        self._choices = ChoiceStore.of(model, room + spare) if record_choices else None
         self._images = FeatureCache(model)
         self._graphs = None
         open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
-            self._graphs = DecodeGraphs(model, self._cache, page_size, self._choices)
+            self._graphs = EngineGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
         self._flight: _Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
@@ -322,8 +323,8 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
                 token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
-            adapters = self._adapters.on_device(None if slots_of is None else slots_of[sequence], self._device)
-            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, adapters)
+            of_tokens = None if slots_of is None else slots_of[sequence]
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, of_tokens)
             if scores:
                 self._score_prompts(batch, query_start, hidden)
             last, vocabulary = self._picked(hidden, end[batch.emits] - 1), self.model.vocab_size
@@ -344,8 +345,14 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
-        slots: np.ndarray, block_start: np.ndarray, adapters: AdapterSlots | None,
+        slots: np.ndarray, block_start: np.ndarray, slots_of: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
+        """Last hidden states [T, D]. `slots_of` [T]: adapters' slots."""
+        images = self._images.placed(self._scheduler.table, batch, query_start)
+        if self._graphs is not None and images is None and positions.ndim == 1 and self._together.size == 1:
+            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows)
+            if (hidden := self._graphs.hidden(token_ids, slots_of, *where)) is not None:
+                return hidden
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
             query_start=self._tensor(query_start),
@@ -355,7 +362,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
             contiguous=False,
         )
         routes = None if self._choices is None else RoutingRecord()
-        images = self._images.placed(self._scheduler.table, batch, query_start)
+        adapters = self._adapters.on_device(slots_of, self._device)
         tokens, at = self._tensor(token_ids), self._tensor(positions)
         hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters, images=images)
         if self._choices is not None and routes is not None:

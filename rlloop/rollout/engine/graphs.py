@@ -1,23 +1,31 @@
-"""Decode steps on a GPU as CUDA graphs: one launch in place of some hundreds.
+"""Steps on a GPU as CUDA graphs: one launch in place of some hundreds.
 
-A graph is recorded for a (rounded up) number of rows and of pages per row, when a step first needs it. It reads tokens,
-indices, positions, slots, seeds, state rows and pages from its own buffers, and the weights in place, so the next
-replay sees their update. Unused rows decode token 0 at position 0 into a spare slot.
+A graph is recorded for a (rounded up) number of rows and of pages per row. It reads tokens, indices, positions, slots,
+seeds, state rows and pages from its own buffers, and the weights in place, so the next replay sees their update.
 
-If no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
+Steps that decode are recorded when one first needs it. Unused rows decode token 0 at position 0 into a spare slot. If
+no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
+
+Steps with prompts are recorded up to `MOST_TOKENS`, beyond which the host keeps pace with the device, and when `SEEN`
+steps of their form have come. The form has a number of tokens, too; unused ones make up further rows in a spare page.
+Logits are left to the engine.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
+from rlloop.numerics.ops import Ops
 from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.kv_cache import PagedCache
@@ -25,26 +33,72 @@ from rlloop.rollout.engine.kv_cache import PagedCache
 if TYPE_CHECKING:
     from rlloop.models import Model
 
+logger = logging.getLogger(__name__)
+
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
+MOST_TOKENS, SEEN = 2048, 3  # of steps with prompts
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
 
 
+class _Form(NamedTuple):
+    """What a graph is recorded for."""
+
+    rows: int
+    pages: int  # of a row
+    adapted: str  # rows have "none", "one" or "many" adapters
+    draws: bool = False
+    tokens: int = 0  # of a step with prompts; 0: each row decodes one
+
+
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32; of prompts hidden states [T, D]
     inputs: Tensor  # [R, 7 + B] int64: token, adapter's slot, index, position, slot, seed, row, first slots of pages
     layout: AttentionLayout  # filled from them
-    outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32
 
 
-class DecodeGraphs:
-    """Steps in which every request has one token to compute."""
+class _PromptInputs(NamedTuple):
+    """Inputs of a step with prompts: parts of one tensor, or of an array to copy into it; int64."""
+
+    tokens: Any  # [4, T]: token, adapter's slot, position, slot
+    starts: Any  # [R + 1]: where rows begin
+    context: Any  # [R]
+    rows: Any  # [R], of the states
+    pages: Any  # [R, B]: their first slots
+
+    @classmethod
+    def shapes(cls, form: _Form) -> list[tuple[int, ...]]:
+        return [(4, form.tokens), (form.rows + 1,), (form.rows,), (form.rows,), (form.rows, form.pages)]
+
+    @classmethod
+    def size(cls, form: _Form) -> int:
+        return sum(-(-int(np.prod(shape)) // 2) * 2 for shape in cls.shapes(form))
+
+    @classmethod
+    def of(cls, flat: Any, form: _Form) -> _PromptInputs:
+        parts, begin = [], 0
+        for shape in cls.shapes(form):
+            count = int(np.prod(shape))
+            parts.append(flat[begin : begin + count].reshape(shape))
+            begin += -(-count // 2) * 2  # at addresses that kernels take as they are
+        return cls(*parts)
+
+
+class EngineGraphs:
+    """Graphs of an engine's steps."""
 
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
-        self._recorded: dict[tuple[int, int, bool, str], _Recorded] = {}
+        self._recorded: dict[_Form, _Recorded] = {}
+        self._seen: Counter[_Form] = Counter()  # steps with prompts
+        self._hidden: Tensor | None = None
+        # An indexer reads lengths on the host, and so may implementations of others. Over ranks it has not been tried.
+        profile, alone = model.ops.profile, model.context.layout.world_size == 1
+        own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
+        self._records_prompts = own and alone and model.indexed_layers() == 0
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -89,6 +143,32 @@ class DecodeGraphs:
         ids, drawn = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds, rows)
         return ids[: len(tokens)], drawn[:, : len(tokens)]
 
+    def hidden(
+        self, tokens: np.ndarray, adapters: np.ndarray | None, positions: np.ndarray, slots: np.ndarray,
+        counts: np.ndarray, context: np.ndarray, pages: np.ndarray, rows: np.ndarray,
+    ) -> Tensor | None:  # fmt: skip
+        """Last hidden states [T, D] of a step with prompts, as `Model.hidden` has them; None if it is not recorded.
+
+        tokens, adapters' slots (as for `logits`), positions, slots [T]; counts, context, rows [S]; pages [S, B].
+
+        The result is valid until the next call.
+        """
+        given, count = (tokens, 0 if adapters is None else adapters, positions, slots), len(tokens)
+        if not self._records_prompts or count <= len(rows):
+            return None
+        most, (_, width) = rounded(len(rows) + 1), self.shape(len(rows), pages.shape[1])
+        form = _Form(most, width, self._adapted(adapters), tokens=rounded_tokens(count + most - len(rows)))
+        room = width * self._page_size  # no row that fills up may be longer
+        if form.tokens - count > room * (most - len(rows)) or form.tokens > min(MOST_TOKENS, room * most):
+            return None
+        self._seen[form] += 1
+        if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
+            return None
+        step = self._recorded[form]
+        self._stage(step.inputs, form, given, counts, context, pages, rows)
+        step.graph.replay()
+        return step.outputs[0][:count]
+
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
         """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
         return rounded(rows, finely=draws), at_least(
@@ -105,14 +185,12 @@ class DecodeGraphs:
     def _replay(
         self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, pages: np.ndarray, *columns: np.ndarray
     ) -> tuple[Tensor, ...]:
-        adapted = "none" if adapters is None else "one" if single(adapters) else "many"
-        if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
-            self._recorded = {key: step for key, step in self._recorded.items() if key[3] == "none"}
-            self._adapters_at = now
+        adapted = self._adapted(adapters)
         (rows, width), count = self.shape(len(tokens), pages.shape[1], draws=draws), len(tokens)
         rows, width = max(rows, self.least[0]), max(width, self.least[1])
-        step = self._recorded.get((rows, width, draws, adapted)) or self._record(rows, width, draws, adapted)
-        staging = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=True)
+        form = _Form(rows, width, adapted, draws)
+        step = self._recorded.get(form) or self._record(form)
+        staging = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=step.inputs.is_cuda)
         host = staging.numpy()
         host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
         host[:, ROW] = self._cache.spare_row
@@ -126,7 +204,58 @@ class DecodeGraphs:
         step.graph.replay()
         return step.outputs
 
-    def _record(self, rows: int, width: int, draws: bool, adapted: str) -> _Recorded:
+    def _adapted(self, adapters: np.ndarray | None) -> str:
+        """Which adapters rows have. Drops the graphs of rows with adapters if those were moved."""
+        if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
+            self._recorded = {form: step for form, step in self._recorded.items() if form.adapted == "none"}
+            self._adapters_at = now
+        return "none" if adapters is None else "one" if single(adapters) else "many"
+
+    def _stage(
+        self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], counts: np.ndarray, context: np.ndarray,
+        pages: np.ndarray, rows: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Copy a step with prompts, and prompts of token 0 for what is left of its form, into a graph's inputs."""
+        staging = torch.empty(len(inputs), dtype=torch.int64, pin_memory=inputs.is_cuda)
+        host, count, sequences = _PromptInputs.of(staging.numpy(), form), int(counts.sum()), len(rows)
+        left = np.diff(np.linspace(0, form.tokens - count, form.rows - sequences + 1).astype(np.int64))
+        within = np.concatenate([np.arange(each) for each in left])
+        for row, values in zip(host.tokens, given, strict=True):
+            row[:count] = values
+        host.tokens[:, count:] = 0
+        host.tokens[1, count:], host.tokens[3, count:] = -1, self._cache.spare + within % self._page_size
+        host.starts[0], host.starts[1:] = 0, np.cumsum(np.concatenate((counts, left)))
+        host.context[:], host.rows[:], host.pages[:] = 0, self._cache.spare_row, self._cache.spare
+        host.context[:sequences], host.rows[:sequences], host.pages[:sequences, : pages.shape[1]] = context, rows, pages
+        inputs.copy_(staging, non_blocking=True)
+
+    def _record_prompts(self, form: _Form) -> bool:
+        """False, and never again, if the model does something that cannot be recorded; the log then says what."""
+        nothing = np.zeros(0, np.int64)
+        inputs = torch.empty(_PromptInputs.size(form), dtype=torch.int64, device=self._model.device)
+        self._stage(inputs, form, (0, 0, 0, 0), nothing, nothing, nothing[:, None], nothing)
+        tokens, starts, context, rows, pages = _PromptInputs.of(inputs, form)
+        layout = AttentionLayout(starts, context, pages, self._page_size, contiguous=False)
+
+        def work() -> tuple[Tensor, ...]:
+            ids, adapter, positions, slots = tokens
+            self._cache.slots, self._cache.rows = slots, rows
+            return (made.copy_(self._forward(ids, positions, layout, self._rows(adapter, form.adapted))),)
+
+        try:
+            if self._hidden is None:  # of all graphs with prompts, which are many
+                self._hidden = torch.empty(
+                    MOST_TOKENS, self._model.config.hidden_size, dtype=self._model.dtype, device=self._model.device
+                )
+            made = self._hidden[: form.tokens]
+            self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs, layout=layout)
+        except RuntimeError as error:
+            logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
+            self._records_prompts = False
+        return self._records_prompts
+
+    def _record(self, form: _Form) -> _Recorded:
+        rows, width, adapted, draws, _ = form
         device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
         inputs[:, SLOT], inputs[:, PAGES:], inputs[:, ROW] = self._cache.spare, self._cache.spare, self._cache.spare_row
@@ -145,20 +274,19 @@ class DecodeGraphs:
             layout.context.copy_(index)
             layout.block_start.copy_(inputs[:, PAGES:])
             self._cache.slots, self._cache.rows = slots, state_rows
-            adapters = None if adapted == "none" else self._model.adapters.rows(adapter, adapted == "one")
-            routes = None if self._choices is None else RoutingRecord()
+            adapters = self._rows(adapter, adapted)
             tokens = tokens.clamp(min=0)  # -1: no token could be drawn; the host checks later
-            hidden = self._model.hidden(
-                tokens, positions, layout, self._cache, routes=routes, even=True, adapters=adapters
-            )
-            if self._choices is not None and routes is not None:
-                self._choices.write(slots, routes)
-            logits = self._model.logits(hidden, adapters)
+            logits = self._model.logits(self._forward(tokens, positions, layout, adapters), adapters)
             if not draws:
                 return (logits,)
             drawn = output.sample(logits, LogitsProcessing(), seeds, index + 1)
             return drawn[0], packed(*drawn)
 
+        step = self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs, layout=layout)
+        return step
+
+    def _captured(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        """A graph of `work`, and what it writes."""
         work()  # compiles kernels first
         if not self._recorded:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
@@ -166,8 +294,20 @@ class DecodeGraphs:
         # Other threads may use the GPU meanwhile, such as one that stages new weights.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = work()
-        step = self._recorded[rows, width, draws, adapted] = _Recorded(graph, inputs, layout, outputs)
-        return step
+        return graph, outputs
+
+    def _rows(self, slots: Tensor, adapted: str) -> AdapterSlots | None:
+        return None if adapted == "none" else self._model.adapters.rows(slots, adapted == "one")
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, layout: AttentionLayout, adapters: AdapterSlots | None
+    ) -> Tensor:
+        """Last hidden states; keeps what the model chose."""
+        routes = None if self._choices is None else RoutingRecord()
+        hidden = self._model.hidden(tokens, positions, layout, self._cache, routes=routes, even=True, adapters=adapters)
+        if self._choices is not None and routes is not None:
+            self._choices.write(self._cache.slots, routes)
+        return hidden
 
     def _addresses(self) -> list[int]:
         return [getattr(parameter, "codes", parameter).data_ptr() for parameter in self._model.parameters()]
@@ -189,6 +329,14 @@ def rounded(rows: int, *, finely: bool = False) -> int:
     if finely and rows > 32:
         return -(-rows // (power // 16)) * (power // 16)
     return power if rows > power * 3 // 4 else power * 3 // 4
+
+
+def rounded_tokens(count: int) -> int:
+    """As `rounded` up to 256, whose time is that of reading weights; then no more than an eighth is idle."""
+    if count <= 256:
+        return rounded(count)
+    power = 1 << (count - 1).bit_length()
+    return -(-count // (power // 16)) * (power // 16)
 
 
 def at_least(pages: int, least: int) -> int:

@@ -190,8 +190,8 @@ class BlockManager:
 
 
 class PagedCache:
-    """The stores of all layers. `slots` are those of the current step's tokens. On a GPU, padding rows of a batch use a
-    `spare` slot and a `spare_row` of states, which are never read.
+    """The stores of all layers. `slots` are those of the current step's tokens. What fills up a step on a GPU uses
+    slots from `spare` on, and a `spare_row` of states, which are never read.
 
     Built from `Model.cache_spec()` (keys and values, latents, or other data per token) and `Model.state_spec()`
     (recurrent states, for `num_rows` sequences at a time). `rows` are those of the current step's sequences.
@@ -205,10 +205,10 @@ class PagedCache:
         device: torch.device,
         states: list[dict[str, tuple[int, ...]]] | None = None,
         num_rows: int = 0,
+        spare: int = 0,
     ) -> None:
         self.spare, self.spare_row = num_slots, num_rows
-        if device.type != "cpu":
-            num_slots, num_rows = num_slots + 1, num_rows + 1
+        num_slots, num_rows = num_slots + spare, num_rows + (spare > 0)
         self.stores = [
             {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
         ]

@@ -12,7 +12,7 @@ import torch
 
 from rlloop.models import load_model
 from rlloop.rollout.engine.engine import Engine
-from rlloop.rollout.engine.graphs import DecodeGraphs
+from rlloop.rollout.engine.graphs import EngineGraphs, _Form
 from rlloop.rollout.engine.leader import LeadingEngine
 from tests.support.checkpoints import make_checkpoint
 
@@ -40,14 +40,14 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, recorded: Recorded) -
     make_checkpoint(tmp_path)
     made: Engine = request.param(load_model(tmp_path), max_cache_tokens=256)
     made._cache.spare -= 1  # on a GPU there is a slot more
-    made._graphs = DecodeGraphs(made.model, made._cache, made.page_size, None)
+    made._graphs = EngineGraphs(made.model, made._cache, made.page_size, None)
     return made
 
 
 @torch.inference_mode()
 def record(engine: Engine, rows: int) -> None:
     assert engine._graphs is not None
-    engine._graphs._record(rows, 2, True, "none")
+    engine._graphs._record(_Form(rows, 2, "none", draws=True))
 
 
 def test_graphs_share_a_pool_which_ends_with_the_last_of_them(engine: Engine, recorded: Recorded) -> None:

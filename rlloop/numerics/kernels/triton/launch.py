@@ -27,6 +27,12 @@ def hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def aligned(x: Tensor) -> Tensor:
     """x, contiguous, at an address that vectors can be loaded from.
 

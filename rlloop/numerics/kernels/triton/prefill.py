@@ -11,8 +11,6 @@ whenever they are done with one.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.decode import divided
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, power_of_two
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, power_of_two, processors
 from rlloop.numerics.kernels.triton.prefill_loads import (
     FIELDS,
     LOADERS,
@@ -274,11 +272,6 @@ def _prefill(
     )  # fmt: skip
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def run(
     q: Tensor, k: Tensor, v: Tensor, v_step: int, query_start: Tensor, context: Tensor, block_start: Tensor,
     block_size: int, scale: float, out: Tensor, lse: Tensor, causal: bool = True,
@@ -295,7 +288,7 @@ def run(
     )
     tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups
     counter = q.new_zeros(1, dtype=torch.int32)
-    programs = min(tasks, _processors(q.device))
+    programs = min(tasks, processors(q.device))
     _prefill[(programs,)](
         q, k, v, k_described, v_described, v_step, query_start, context, block_start, out, lse, counter, sequences,
         tokens, blocks, block_size, tasks, scale, HEADS=heads, GROUPS=groups, WIDTH=width, W=tile_width,

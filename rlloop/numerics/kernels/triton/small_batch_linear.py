@@ -7,7 +7,6 @@ whose outputs lie end to end (queries, keys and values), or two whose outputs me
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.launch import aligned, processors
 from rlloop.numerics.kernels.triton.small_batch_adapters import (
     END_TO_END,
     GATED,
@@ -292,11 +291,6 @@ class Adapter(NamedTuple):
 
 
 SHARED = 227 * 1024  # bytes of shared memory that a program may have
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(

@@ -1,0 +1,163 @@
+"""An engine whose steps are replays, prompts among them, makes the bits of one that computes each step as it comes.
+
+CUDA's part is replaced: to replay a graph is to do its work again, on its inputs and into its outputs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlloop.models import Model, load_model
+from rlloop.numerics.profile import NumericsProfile
+from rlloop.rollout.engine import engine as engine_module
+from rlloop.rollout.engine import graphs
+from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.drawing import to_host
+from rlloop.rollout.engine.engine import Engine
+from rlloop.rollout.engine.graphs import EngineGraphs
+from rlloop.rollout.engine.kv_cache import PagedCache
+from rlloop.types import SamplingParams
+from tests.support.adapters import random_adapter
+from tests.support.checkpoints import make_checkpoint
+from tests.support.tiny_models import tiny_qwen3
+from tests.support.traffic import VOCABULARY, bits, traffic
+
+Work = Callable[[], tuple[Tensor, ...]]
+Replays = Counter[str]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """How many steps of each kind were replayed."""
+    counts: Replays = Counter()
+
+    def captured(self: EngineGraphs, work: Work) -> tuple[object, tuple[Tensor, ...]]:
+        outputs = work()
+
+        def replay() -> None:
+            counts["prompts" if outputs[0].shape[-1] == self._model.config.hidden_size else "decodes"] += 1
+            for output, made in zip(outputs, work(), strict=True):
+                output.copy_(made)
+
+        return SimpleNamespace(replay=replay), outputs
+
+    monkeypatch.setattr(EngineGraphs, "_captured", captured)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(graphs, "SEEN", 1)
+    # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
+    monkeypatch.setattr(engine_module, "to_host", lambda drawn: to_host(drawn.clone()))
+    return counts
+
+
+def replaying(model: Model, **settings: Any) -> Engine:
+    """An engine with graphs, and what is spare on a GPU."""
+    engine = Engine(model, **settings)
+    size, room = engine.page_size, engine._num_blocks * engine.page_size
+    rows = engine._max_running + engine._saved_states
+    engine._cache = PagedCache(
+        model.cache_spec(), room, model.dtype, model.device, model.state_spec(), rows, spare=size
+    )  # fmt: skip
+    engine._choices = ChoiceStore.of(model, room + size)
+    engine._graphs = EngineGraphs(model, engine._cache, size, engine._choices)
+    engine._scheduler = engine._new_scheduler()
+    return engine
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_running": 5},
+        {"max_batch_tokens": 40, "page_size": 64},
+        {"max_running": 7, "max_cache_tokens": 432, "page_size": 1},
+        {"max_running": 4, "prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_prompts_beside_decoding_are_replayed(replays: Replays, settings: dict[str, int]) -> None:
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    made = replaying(model, **settings).generate(*traffic(48))
+    assert [bits(each) for each in made] == [bits(each) for each in Engine(model).generate(*traffic(48))]
+    assert replays["prompts"] >= 5
+    assert replays["decodes"] >= 20
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_5_moe", "nemotron_h", "gpt_oss"])
+def test_families_are_replayed(tmp_path: Path, replays: Replays, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    model = load_model(tmp_path)
+    prompts = [[5 + at, 7, 9, 11 + at % 3] * (1 + at % 5) for at in range(12)]
+    sampling = [SamplingParams(max_tokens=4 + at, seed=at, ignore_eos=True) for at in range(12)]
+    made = replaying(model, max_running=4).generate(prompts, sampling)
+    plain = Engine(model, max_running=4).generate(prompts, sampling)
+    assert [bits(each) for each in made] == [bits(each) for each in plain]
+    for one, other in zip(made, plain, strict=True):
+        if one.routed_experts is not None and other.routed_experts is not None:
+            assert one.routed_experts.tobytes() == other.routed_experts.tobytes()
+    assert replays["prompts"] >= 5
+
+
+def test_adapters_by_request_are_replayed(replays: Replays) -> None:
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    prompts, sampling = traffic(24)
+    names = [None, "one", "two"] * 8
+
+    def made(engine: Engine) -> list[object]:
+        for seed, name in enumerate(("one", "two")):
+            engine.add_adapter(name, random_adapter(model, seed=seed))
+        ids = [
+            engine.add_request(prompt, how, adapter=name)
+            for prompt, how, name in zip(prompts, sampling, names, strict=True)
+        ]
+        done = dict(each for _ in iter(lambda: engine.has_work, False) for each in engine.step())
+        for name in ("one", "two"):
+            engine.drop_adapter(name)
+        return [bits(done[id]) for id in ids]
+
+    plain = made(Engine(model, max_running=6))
+    assert made(replaying(model, max_running=6)) == plain
+    assert replays["prompts"] >= 5
+
+
+def test_a_form_is_recorded_when_it_has_come_often(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "SEEN", 3)
+    engine = replaying(tiny_qwen3(vocab_size=VOCABULARY), prefix_caching=False)
+    for expected in (0, 0, 1, 2):
+        engine.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, seed=0))
+        assert replays["prompts"] == expected
+
+
+def test_a_model_that_cannot_be_recorded_is_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, replays: Replays, caplog: pytest.LogCaptureFixture
+) -> None:
+    replaced = EngineGraphs._captured
+
+    def captured(self: EngineGraphs, work: Work) -> object:
+        made = replaced(self, work)
+        if made[1][0].shape[-1] == self._model.config.hidden_size:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return made
+
+    monkeypatch.setattr(EngineGraphs, "_captured", captured)
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    made = replaying(model, max_running=5).generate(*traffic(48))
+    assert [bits(each) for each in made] == [bits(each) for each in Engine(model).generate(*traffic(48))]
+    assert replays["prompts"] == 0
+    assert replays["decodes"] >= 20
+    assert [each.message for each in caplog.records if "not permitted" in each.message] == [
+        "steps with prompts are launched one by one, since recording failed: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+def test_other_implementations_are_not_recorded(replays: Replays) -> None:
+    model = tiny_qwen3(vocab_size=VOCABULARY).with_profile(NumericsProfile(attention="stock"))
+    replaying(model).generate(*traffic(12))
+    assert replays["prompts"] == 0
