@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,8 @@ def command_of(side: str, folder: Path, port: int, tokens: int, cache: int, devi
 
 
 @contextmanager
-def server(side: str, command: list[str], port: int) -> Iterator[None]:
-    """Runs a server of one's own until the end; what it writes is shown if it does not start."""
+def server(side: str, command: list[str], port: int) -> Iterator[Callable[[], None]]:
+    """Runs a server until the end; call the result to wait until it answers. If it does not, its output is shown."""
     environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if side != "rlloop":
         environment |= {"VLLM_PLUGINS": "none", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -110,12 +110,15 @@ def server(side: str, command: list[str], port: int) -> Iterator[None]:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
             until = time.monotonic() + START_SECONDS
-            while not _answers(port):
-                if process.poll() is not None or time.monotonic() > until:
-                    log.seek(0)
-                    raise SystemExit(f"{side}'s server did not start:\n{log.read()[-6000:]}")
-                time.sleep(0.2)
-            yield
+
+            def wait() -> None:
+                while not _answers(port):
+                    if process.poll() is not None or time.monotonic() > until:
+                        log.seek(0)
+                        raise SystemExit(f"{side}'s server did not start:\n{log.read()[-6000:]}")
+                    time.sleep(0.2)
+
+            yield wait
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)  # its engine is a process of its own
@@ -230,9 +233,13 @@ def measure(shape: str, given: argparse.Namespace, client: Child, left: float | 
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         make_model(Path(place), config)
         ports = dict(zip(sides, _free_ports(len(sides)), strict=True))
-        for side, port in ports.items():
-            command = command_of(side, Path(place), port, tokens, cache, "cpu" if given.tiny else "cuda")
-            stack.enter_context(server(side, command, port))
+        device = "cpu" if given.tiny else "cuda"
+        waits = {
+            side: stack.enter_context(server(side, command_of(side, Path(place), port, tokens, cache, device), port))
+            for side, port in ports.items()
+        }
+        for side, wait in waits.items():
+            wait()
             print(f"{side}'s server is up, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         rounds = Rounds(client, ports, Path(place), size, given.window)
         rounds.turn(1.5 * max(rates), 0, "before all")

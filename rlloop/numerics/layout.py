@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,6 +32,9 @@ class AttentionLayout:
     block_size: int
     contiguous: bool  # True: the stores are the flat tokens, and gradients can flow
     families: tuple[int, ...] | None = None  # [F + 1] indices of sequences; None: each is a family of its own
+    # So many sequences at the beginning have one query each, and attention reads them apart, as it reads decoding. The
+    # bits are the same, and long contexts are read in parts at once.
+    decoding: int = 0
 
     @cached_property
     def sequences(self) -> torch.Tensor:
@@ -91,6 +94,17 @@ class AttentionLayout:
             contiguous=True,
             families=tuple(firsts),
         )
+
+    @cached_property
+    def apart(self) -> tuple[AttentionLayout, AttentionLayout]:
+        """The sequences that decode, and the others."""
+        count, start = self.decoding, self.query_start
+        return (
+            replace(self, query_start=start[: count + 1], context=self.context[:count],
+                    block_start=self.block_start[:count], decoding=0),
+            replace(self, query_start=start[count:] - count, context=self.context[count:],
+                    block_start=self.block_start[count:], decoding=0),
+        )  # fmt: skip
 
     def family_lengths(self) -> list[list[int]]:
         """Lengths of the sequences of each family, as `of_families` takes them."""

@@ -34,8 +34,8 @@ Work = Callable[[], tuple[Tensor, ...]]
 Replays = Counter[str]
 
 
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
+@pytest.fixture(params=[graphs.LONG, 0], ids=["together", "apart"])
+def replays(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replays:
     """How many steps of each kind were replayed."""
     counts: Replays = Counter()
 
@@ -52,6 +52,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Replays:
     monkeypatch.setattr(EngineGraphs, "_captured", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(graphs, "SEEN", 1)
+    monkeypatch.setattr(graphs, "LONG", request.param)
     # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
     monkeypatch.setattr(engine_module, "to_host", lambda drawn: to_host(drawn.clone()))
     return counts

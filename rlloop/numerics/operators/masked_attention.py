@@ -62,6 +62,9 @@ def attention(
 ) -> Tensor:
     _check_gradient(q, k, v, layout)
     split = 0 if mask.window else mask.split
+    if layout.decoding:
+        parts = zip(q.tensor_split([layout.decoding]), layout.apart, strict=True)
+        return torch.cat([attention(queries, k, v, part, scale, mask) for queries, part in parts])
     if layout.families is not None:
         return _FamiliesAttention.apply(q, k, v, mask.sinks, layout, scale, split, mask.window)
     return _attention(

@@ -30,7 +30,7 @@ from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
-from rlloop.rollout.engine.graphs import EngineGraphs
+from rlloop.rollout.engine.graphs import EngineGraphs, decoding
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
@@ -360,6 +360,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
             block_start=self._tensor(block_start),
             block_size=self.page_size,
             contiguous=False,
+            decoding=0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size),
         )
         routes = None if self._choices is None else RoutingRecord()
         adapters = self._adapters.on_device(slots_of, self._device)

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN = 2048, 3  # of steps with prompts
+LONG = 1024  # tokens; in longer contexts, attention reads decoding apart from prompts
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
@@ -50,6 +51,7 @@ class _Form(NamedTuple):
     adapted: str  # rows have "none", "one" or "many" adapters
     draws: bool = False
     tokens: int = 0  # of a step with prompts; 0: each row decodes one
+    decoding: int = 0  # rows of them that come first, have one token, and are read apart
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32; of prompts hidden states [T, D]
     inputs: Tensor  # [R, 7 + B] int64: token, adapter's slot, index, position, slot, seed, row, first slots of pages
-    layout: AttentionLayout  # filled from them
+    layout: AttentionLayout | None = None  # filled from them; of prompts a view
 
 
 class _PromptInputs(NamedTuple):
@@ -156,18 +158,24 @@ class EngineGraphs:
         given, count = (tokens, 0 if adapters is None else adapters, positions, slots), len(tokens)
         if not self._records_prompts or count <= len(rows):
             return None
-        most, (_, width) = rounded(len(rows) + 1), self.shape(len(rows), pages.shape[1])
-        form = _Form(most, width, self._adapted(adapters), tokens=rounded_tokens(count + most - len(rows)))
+        decodes = decoding(counts, pages.shape[1] * self._page_size)
+        most = (first := decodes and rounded(decodes)) + rounded(len(rows) - decodes + 1)
+        _, width = self.shape(len(rows), pages.shape[1])
+        form = _Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
         room = width * self._page_size  # no row that fills up may be longer
-        if form.tokens - count > room * (most - len(rows)) or form.tokens > min(MOST_TOKENS, room * most):
+        rest = most - first - (len(rows) - decodes)
+        if form.tokens - count > room * rest or form.tokens > min(MOST_TOKENS, room * (most - first)):
             return None
         self._seen[form] += 1
         if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
             return None
         step = self._recorded[form]
-        self._stage(step.inputs, form, given, counts, context, pages, rows)
+        self._stage(step.inputs, form, given, decodes, counts, context, pages, rows)
         step.graph.replay()
-        return step.outputs[0][:count]
+        (hidden,) = step.outputs
+        if decodes == first:
+            return hidden[:count]
+        return torch.cat((hidden[:decodes], hidden[first : first + count - decodes]))
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
         """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
@@ -212,34 +220,39 @@ class EngineGraphs:
         return "none" if adapters is None else "one" if single(adapters) else "many"
 
     def _stage(
-        self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], counts: np.ndarray, context: np.ndarray,
-        pages: np.ndarray, rows: np.ndarray,
+        self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], decodes: int, counts: np.ndarray,
+        context: np.ndarray, pages: np.ndarray, rows: np.ndarray,
     ) -> None:  # fmt: skip
         """Copy a step with prompts, and prompts of token 0 for what is left of its form, into a graph's inputs."""
         staging = torch.empty(len(inputs), dtype=torch.int64, pin_memory=inputs.is_cuda)
-        host, count, sequences = _PromptInputs.of(staging.numpy(), form), int(counts.sum()), len(rows)
-        left = np.diff(np.linspace(0, form.tokens - count, form.rows - sequences + 1).astype(np.int64))
-        within = np.concatenate([np.arange(each) for each in left])
+        host, count = _PromptInputs.of(staging.numpy(), form), int(counts.sum())
+        # Real rows and tokens are those that decode, then, after such that fill up, all others.
+        gap, rest = form.decoding - decodes, form.rows - form.decoding - (len(rows) - decodes)
+        at, of = (np.arange(n) + gap * (np.arange(n) >= decodes) for n in (count, len(rows)))
+        left = np.diff(np.linspace(0, form.tokens - count - gap, rest + 1).astype(np.int64))
+        lengths = np.concatenate((counts[:decodes], np.ones(gap, np.int64), counts[decodes:], left))
+        within = np.arange(form.tokens) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        host.tokens[0], host.tokens[1], host.tokens[2] = 0, -1, 0
+        host.tokens[3] = self._cache.spare + within % self._page_size
         for row, values in zip(host.tokens, given, strict=True):
-            row[:count] = values
-        host.tokens[:, count:] = 0
-        host.tokens[1, count:], host.tokens[3, count:] = -1, self._cache.spare + within % self._page_size
-        host.starts[0], host.starts[1:] = 0, np.cumsum(np.concatenate((counts, left)))
+            row[at] = values
+        host.starts[0], host.starts[1:] = 0, np.cumsum(lengths)
         host.context[:], host.rows[:], host.pages[:] = 0, self._cache.spare_row, self._cache.spare
-        host.context[:sequences], host.rows[:sequences], host.pages[:sequences, : pages.shape[1]] = context, rows, pages
+        host.context[of], host.rows[of], host.pages[of, : pages.shape[1]] = context, rows, pages
         inputs.copy_(staging, non_blocking=True)
 
     def _record_prompts(self, form: _Form) -> bool:
         """False, and never again, if the model does something that cannot be recorded; the log then says what."""
         nothing = np.zeros(0, np.int64)
         inputs = torch.empty(_PromptInputs.size(form), dtype=torch.int64, device=self._model.device)
-        self._stage(inputs, form, (0, 0, 0, 0), nothing, nothing, nothing[:, None], nothing)
+        self._stage(inputs, form, (0, 0, 0, 0), 0, nothing, nothing, nothing[:, None], nothing)
         tokens, starts, context, rows, pages = _PromptInputs.of(inputs, form)
-        layout = AttentionLayout(starts, context, pages, self._page_size, contiguous=False)
 
         def work() -> tuple[Tensor, ...]:
             ids, adapter, positions, slots = tokens
             self._cache.slots, self._cache.rows = slots, rows
+            # A new one, so that what it derives from its tensors is recorded.
+            layout = AttentionLayout(starts, context, pages, self._page_size, False, decoding=form.decoding)
             return (made.copy_(self._forward(ids, positions, layout, self._rows(adapter, form.adapted))),)
 
         try:
@@ -248,14 +261,14 @@ class EngineGraphs:
                     MOST_TOKENS, self._model.config.hidden_size, dtype=self._model.dtype, device=self._model.device
                 )
             made = self._hidden[: form.tokens]
-            self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs, layout=layout)
+            self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
         except RuntimeError as error:
             logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
             self._records_prompts = False
         return self._records_prompts
 
     def _record(self, form: _Form) -> _Recorded:
-        rows, width, adapted, draws, _ = form
+        rows, width, adapted, draws = form.rows, form.pages, form.adapted, form.draws
         device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)
         inputs[:, SLOT], inputs[:, PAGES:], inputs[:, ROW] = self._cache.spare, self._cache.spare, self._cache.spare_row
@@ -329,6 +342,11 @@ def rounded(rows: int, *, finely: bool = False) -> int:
     if finely and rows > 32:
         return -(-rows // (power // 16)) * (power // 16)
     return power if rows > power * 3 // 4 else power * 3 // 4
+
+
+def decoding(counts: np.ndarray, longest: int) -> int:
+    """How many rows at the beginning of a step have one token each and are to be read apart: 0 in short contexts."""
+    return int((counts != 1).argmax()) if longest > LONG else 0
 
 
 def rounded_tokens(count: int) -> int:
