@@ -135,6 +135,17 @@ def test_a_form_is_recorded_when_it_has_come_often(replays: Replays, monkeypatch
         assert replays["prompts"] == expected
 
 
+def test_graphs_of_prompts_are_few(replays: Replays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    engine = replaying(model, max_running=5)
+    made = engine.generate(*traffic(48))
+    assert [bits(each) for each in made] == [bits(each) for each in Engine(model).generate(*traffic(48))]
+    assert engine._graphs is not None
+    assert sum(form.tokens > 0 for form in engine._graphs._recorded) == 2
+    assert replays["prompts"] >= 5
+
+
 def test_a_model_that_cannot_be_recorded_is_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, replays: Replays, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,8 +7,8 @@ Steps that decode are recorded when one first needs it. Unused rows decode token
 no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
 
 Steps with prompts are recorded up to `MOST_TOKENS`, beyond which the host keeps pace with the device, and when `SEEN`
-steps of their form have come. The form has a number of tokens, too; unused ones make up further rows in a spare page.
-Logits are left to the engine.
+steps of their form have come; the `KEPT` latest used are kept. The form has a number of tokens, too; unused ones make
+up further rows in a spare page. Logits are left to the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
-MOST_TOKENS, SEEN = 2048, 3  # of steps with prompts
+MOST_TOKENS, SEEN, KEPT = 2048, 3, 128  # of steps with prompts: tokens, steps before it is recorded, graphs
 LONG = 1024  # tokens; in longer contexts, attention reads decoding apart from prompts
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
@@ -169,7 +169,7 @@ class EngineGraphs:
         self._seen[form] += 1
         if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
             return None
-        step = self._recorded[form]
+        step = self._recorded[form] = self._recorded.pop(form)  # the last of those that are kept
         self._stage(step.inputs, form, given, decodes, counts, context, pages, rows)
         step.graph.replay()
         (hidden,) = step.outputs
@@ -262,6 +262,8 @@ class EngineGraphs:
                 )
             made = self._hidden[: form.tokens]
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
+            for old in [each for each in self._recorded if each.tokens][:-KEPT]:
+                del self._recorded[old]
         except RuntimeError as error:
             logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
             self._records_prompts = False
