@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
-MOST_TOKENS, SEEN, KEPT = 2048, 3, 128  # of steps with prompts: tokens, steps before it is recorded, graphs
+MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
 LONG = 1024  # tokens; in longer contexts, attention reads decoding apart from prompts
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
@@ -97,10 +97,13 @@ class EngineGraphs:
         self._recorded: dict[_Form, _Recorded] = {}
         self._seen: Counter[_Form] = Counter()  # steps with prompts
         self._hidden: Tensor | None = None
-        # An indexer reads lengths on the host, and so may implementations of others. Over ranks it has not been tried.
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        # An indexer reads lengths on the host, and so may implementations of others. Many rows of packed weights are
+        # unpacked, and a graph would keep that memory. Over ranks it has not been tried.
         profile, alone = model.ops.profile, model.context.layout.world_size == 1
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
-        self._records_prompts = own and alone and model.indexed_layers() == 0
+        packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
+        self._records_prompts = own and alone and not packed and model.indexed_layers() == 0
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -159,7 +162,7 @@ class EngineGraphs:
         if not self._records_prompts or count <= len(rows):
             return None
         decodes = decoding(counts, pages.shape[1] * self._page_size)
-        most = (first := decodes and rounded(decodes)) + rounded(len(rows) - decodes + 1)
+        most = (first := decodes and at_least(decodes, 4)) + at_least(len(rows) - decodes + 1, 4)
         _, width = self.shape(len(rows), pages.shape[1])
         form = _Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
         room = width * self._page_size  # no row that fills up may be longer
@@ -263,7 +266,10 @@ class EngineGraphs:
             made = self._hidden[: form.tokens]
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
             for old in [each for each in self._recorded if each.tokens][:-KEPT]:
-                del self._recorded[old]
+                del self._recorded[old], self._seen[old]
+        except torch.OutOfMemoryError:  # others may fit, and this one later
+            self._seen[form] = 0
+            return False
         except RuntimeError as error:
             logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
             self._records_prompts = False
@@ -306,9 +312,17 @@ class EngineGraphs:
         if not self._recorded:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile, such as one that stages new weights.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = work()
+        stream = torch.cuda.current_stream() if self._model.device.type == "cuda" else None
+        try:
+            # Other threads may use the GPU meanwhile, such as one that stages new weights.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = work()
+        except BaseException:  # PyTorch then leaves its stream current, the pool recording, and pointers to the graph
+            if stream is not None:
+                torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._failed.append(graph)
+            raise
         return graph, outputs
 
     def _rows(self, slots: Tensor, adapted: str) -> AdapterSlots | None:
@@ -352,11 +366,11 @@ def decoding(counts: np.ndarray, longest: int) -> int:
 
 
 def rounded_tokens(count: int) -> int:
-    """As `rounded` up to 256, whose time is that of reading weights; then no more than an eighth is idle."""
+    """As `rounded` up to 256, whose time is that of reading weights; then no more than a fifth is idle. Even."""
     if count <= 256:
-        return rounded(count)
+        return (count := rounded(count)) + count % 2
     power = 1 << (count - 1).bit_length()
-    return -(-count // (power // 16)) * (power // 16)
+    return -(-count // (power // 8)) * (power // 8)
 
 
 def at_least(pages: int, least: int) -> int:
