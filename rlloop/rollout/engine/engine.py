@@ -349,8 +349,9 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     ) -> Tensor:  # fmt: skip
         """Last hidden states [T, D]. `slots_of` [T]: adapters' slots."""
         images = self._images.placed(self._scheduler.table, batch, query_start)
+        decodes = 0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size)
         if self._graphs is not None and images is None and positions.ndim == 1 and self._together.size == 1:
-            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows)
+            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows, decodes)
             if (hidden := self._graphs.hidden(token_ids, slots_of, *where)) is not None:
                 return hidden
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
@@ -360,7 +361,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
             block_start=self._tensor(block_start),
             block_size=self.page_size,
             contiguous=False,
-            decoding=0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size),
+            decoding=decodes,
         )
         routes = None if self._choices is None else RoutingRecord()
         adapters = self._adapters.on_device(slots_of, self._device)

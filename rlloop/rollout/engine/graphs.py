@@ -6,9 +6,9 @@ seeds, state rows and pages from its own buffers, and the weights in place, so t
 Steps that decode are recorded when one first needs it. Unused rows decode token 0 at position 0 into a spare slot. If
 no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
 
-Steps with prompts are recorded up to `MOST_TOKENS`, beyond which the host keeps pace with the device, and when `SEEN`
-steps of their form have come; the `KEPT` latest used are kept. The form has a number of tokens, too; unused ones make
-up further rows in a spare page. Logits are left to the engine.
+Steps with prompts (prefill, decoding beside it or not) are recorded up to `MOST_TOKENS`, beyond which the host keeps
+pace with the device, and when `SEEN` steps of their form have come; the `KEPT` latest used are kept. The form has a
+number of tokens, too; padding makes up further rows in a spare page. Logits are left to the engine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAGES = 7  # the column of `_Recorded.inputs` where they begin
 
 
 class _Form(NamedTuple):
-    """What a graph is recorded for."""
+    """Padded sizes and variant of a step, for which a graph is recorded."""
 
     rows: int
     pages: int  # of a row
@@ -58,8 +58,10 @@ class _Form(NamedTuple):
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32; of prompts hidden states [T, D]
-    inputs: Tensor  # [R, 7 + B] int64: token, adapter's slot, index, position, slot, seed, row, first slots of pages
-    layout: AttentionLayout | None = None  # filled from them; of prompts a view
+    # int64; of prompts `_PromptInputs`, else [R, 7 + B]: token, adapter's slot, index, position, slot, seed, row, and
+    # first slots of pages
+    inputs: Tensor
+    layout: AttentionLayout | None = None  # its tensors, which a step that decodes fills from `inputs`
 
 
 class _PromptInputs(NamedTuple):
@@ -77,7 +79,7 @@ class _PromptInputs(NamedTuple):
 
     @classmethod
     def size(cls, form: _Form) -> int:
-        return sum(-(-int(np.prod(shape)) // 2) * 2 for shape in cls.shapes(form))
+        return sum(_multiple(int(np.prod(shape)), 2) for shape in cls.shapes(form))
 
     @classmethod
     def of(cls, flat: Any, form: _Form) -> _PromptInputs:
@@ -85,7 +87,7 @@ class _PromptInputs(NamedTuple):
         for shape in cls.shapes(form):
             count = int(np.prod(shape))
             parts.append(flat[begin : begin + count].reshape(shape))
-            begin += -(-count // 2) * 2  # at addresses that kernels take as they are
+            begin += _multiple(count, 2)  # at addresses that kernels take as they are
         return cls(*parts)
 
 
@@ -99,7 +101,8 @@ class EngineGraphs:
         self._hidden: Tensor | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         # An indexer reads lengths on the host, and so may implementations of others. Many rows of packed weights are
-        # unpacked, and a graph would keep that memory. Over ranks it has not been tried.
+        # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Over
+        # ranks it has not been tried.
         profile, alone = model.ops.profile, model.context.layout.world_size == 1
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
         packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
@@ -150,18 +153,18 @@ class EngineGraphs:
 
     def hidden(
         self, tokens: np.ndarray, adapters: np.ndarray | None, positions: np.ndarray, slots: np.ndarray,
-        counts: np.ndarray, context: np.ndarray, pages: np.ndarray, rows: np.ndarray,
+        counts: np.ndarray, context: np.ndarray, pages: np.ndarray, rows: np.ndarray, decodes: int,
     ) -> Tensor | None:  # fmt: skip
         """Last hidden states [T, D] of a step with prompts, as `Model.hidden` has them; None if it is not recorded.
 
-        tokens, adapters' slots (as for `logits`), positions, slots [T]; counts, context, rows [S]; pages [S, B].
+        tokens, adapters' slots (as for `logits`), positions, slots [T]; counts, context, rows [S]; pages [S, B];
+        `decodes`: of `decoding`.
 
         The result is valid until the next call.
         """
         given, count = (tokens, 0 if adapters is None else adapters, positions, slots), len(tokens)
         if not self._records_prompts or count <= len(rows):
             return None
-        decodes = decoding(counts, pages.shape[1] * self._page_size)
         most = (first := decodes and at_least(decodes, 4)) + at_least(len(rows) - decodes + 1, 4)
         _, width = self.shape(len(rows), pages.shape[1])
         form = _Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
@@ -216,7 +219,7 @@ class EngineGraphs:
         return step.outputs
 
     def _adapted(self, adapters: np.ndarray | None) -> str:
-        """Which adapters rows have. Drops the graphs of rows with adapters if those were moved."""
+        """How many adapters a step's rows have, as in `_Form`. Drops the graphs with adapters if factors were moved."""
         if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
             self._recorded = {form: step for form, step in self._recorded.items() if form.adapted == "none"}
             self._adapters_at = now
@@ -226,7 +229,7 @@ class EngineGraphs:
         self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], decodes: int, counts: np.ndarray,
         context: np.ndarray, pages: np.ndarray, rows: np.ndarray,
     ) -> None:  # fmt: skip
-        """Copy a step with prompts, and prompts of token 0 for what is left of its form, into a graph's inputs."""
+        """Copy a step with prompts, padded to its form with prompts of token 0, into a graph's inputs."""
         staging = torch.empty(len(inputs), dtype=torch.int64, pin_memory=inputs.is_cuda)
         host, count = _PromptInputs.of(staging.numpy(), form), int(counts.sum())
         # Real rows and tokens are those that decode, then, after such that fill up, all others.
@@ -356,12 +359,13 @@ def rounded(rows: int, *, finely: bool = False) -> int:
         return rows
     power = 1 << (rows - 1).bit_length()
     if finely and rows > 32:
-        return -(-rows // (power // 16)) * (power // 16)
+        return _multiple(rows, power // 16)
     return power if rows > power * 3 // 4 else power * 3 // 4
 
 
 def decoding(counts: np.ndarray, longest: int) -> int:
-    """How many rows at the beginning of a step have one token each and are to be read apart: 0 in short contexts."""
+    """Number of a step's leading rows that decode (one token each), for `AttentionLayout.decoding`; 0 where no context
+    is `longest` enough, and where all rows decode."""
     return int((counts != 1).argmax()) if longest > LONG else 0
 
 
@@ -370,7 +374,11 @@ def rounded_tokens(count: int) -> int:
     if count <= 256:
         return (count := rounded(count)) + count % 2
     power = 1 << (count - 1).bit_length()
-    return -(-count // (power // 8)) * (power // 8)
+    return _multiple(count, power // 8)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
 
 
 def at_least(pages: int, least: int) -> int:

@@ -59,6 +59,12 @@ def _places(groups: int, heads: int, key_width: int, width: int) -> dict[str, in
     return places | {"SIZE": triton.cdiv(end, ALIGNED) * ALIGNED}
 
 
+def _pieces(key_width: int, most: int) -> dict[str, int]:
+    """A key's numbers in pieces of at most so many, a power of two."""
+    piece = min(most, power_of_two(key_width, 16))
+    return {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
+
+
 def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
     context: Tensor | None = None, states: Tensor | None = None, rows: Tensor | None = None,
@@ -70,28 +76,25 @@ def scan(
     if tokens == 0:
         return out
     places = _places(groups, heads, key_width, width)
-    piece = min(PIECE, power_of_two(key_width, 16))
     shape: dict[str, Any] = {
-        "GROUPS": groups, "HEADS": heads, "KEY": key_width, "PIECE": piece, "PIECES": triton.cdiv(key_width, piece),
-        "CHUNK": CHUNK, "CORRECTS": corrects, **EXACT,
+        "GROUPS": groups, "HEADS": heads, "KEY": key_width, "CHUNK": CHUNK, "CORRECTS": corrects, **EXACT,
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
         few = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW
         early = hopper(q.device)
-        given, context, rows = (context, rows), aligned(context), aligned(rows)
-        ahead = early and few and settled and given[0] is context and given[1] is rows  # a copy is a launch
-        piece = min(DECODE_FEW_PIECE, power_of_two(key_width, 16)) if few else piece
-        shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
+        requests = aligned(context), aligned(rows)
+        ahead = early and few and settled and requests[0] is context and requests[1] is rows  # a copy is a launch
         columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
             parts //= 2
         decode[(parts, heads, sequences)](
-            q, k, v, decay, beta, context, rows, states, out, WIDTH=width, COLUMNS=columns,
+            q, k, v, decay, beta, *requests, states, out, WIDTH=width, COLUMNS=columns,
             BLOCKS=blocks // parts, STAGES=2 if blocks == parts else DECODE_STAGES, EARLY=early, AHEAD=ahead,
-            launch_pdl=early, num_warps=DECODE_FEW_WARPS if few else DECODE_WARPS, **places, **shape,
+            launch_pdl=early, num_warps=DECODE_FEW_WARPS if few else DECODE_WARPS,
+            **_pieces(key_width, DECODE_FEW_PIECE if few else PIECE), **places, **shape,
         )  # fmt: skip
         return out
     query_start = aligned(query_start)
@@ -105,17 +108,16 @@ def scan(
     # No argument of the training's is specialised otherwise than the engine's: both run the same compiled kernels.
     prepare[(most, groups)](
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
-        STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **of_rows, **shape,
+        STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
     # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
     # fewer than 64 columns, or the products would be others (wgmma).
     few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
     columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
-    piece = min(PIECE if few else MANY_PIECE, power_of_two(key_width, 16))
-    shape |= {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
         COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES,
-        num_warps=FEW_WARPS if few else columns // 16, **places, **shape,
+        num_warps=FEW_WARPS if few else columns // 16, **_pieces(key_width, PIECE if few else MANY_PIECE), **places,
+        **shape,
     )  # fmt: skip
     return out
