@@ -143,6 +143,10 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--page-size", type=int, default=16, help="tokens of a page of the key-value cache")
     options.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens computed in one step, at most")
     options.add_argument("--max-cache-tokens", type=int, help="tokens in the key-value cache; default: as many as fit")
+    options.add_argument(
+        "--no-warm-up", action="store_true",
+        help="on a GPU, answer before the usual steps are recorded as CUDA graphs: sooner, but the first requests wait",
+    )  # fmt: skip
     _member_options(options, "rlloop")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlloop.models import Model, load_model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine import engine as engine_module
-from rlloop.rollout.engine import graphs
+from rlloop.rollout.engine import graph_sizes, graphs
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import to_host
 from rlloop.rollout.engine.engine import Engine
@@ -34,7 +34,7 @@ Work = Callable[[], tuple[Tensor, ...]]
 Replays = Counter[str]
 
 
-@pytest.fixture(params=[graphs.LONG, 0], ids=["together", "apart"])
+@pytest.fixture(params=[graph_sizes.LONG, 0], ids=["together", "apart"])
 def replays(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replays:
     """How many steps of each kind were replayed."""
     counts: Replays = Counter()
@@ -52,7 +52,7 @@ def replays(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(EngineGraphs, "_captured", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(graphs, "SEEN", 1)
-    monkeypatch.setattr(graphs, "LONG", request.param)
+    monkeypatch.setattr(graph_sizes, "LONG", request.param)
     # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
     monkeypatch.setattr(engine_module, "to_host", lambda drawn: to_host(drawn.clone()))
     return counts
@@ -102,6 +102,19 @@ def test_families_are_replayed(tmp_path: Path, replays: Replays, family: str) ->
     for one, other in zip(made, plain, strict=True):
         if one.routed_experts is not None and other.routed_experts is not None:
             assert one.routed_experts.tobytes() == other.routed_experts.tobytes()
+    assert replays["prompts"] >= 5
+
+
+@pytest.mark.parametrize("replays", [graph_sizes.LONG], indirect=True)
+def test_steps_are_recorded_before_they_come(monkeypatch: pytest.MonkeyPatch, replays: Replays) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 96)
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    engine = replaying(model, max_running=7, max_batch_tokens=64, prefix_caching=False)
+    assert engine.prepare() > 20
+    monkeypatch.setattr(EngineGraphs, "_captured", None)  # nothing more can be recorded
+    requests = traffic(24)
+    made = engine.generate(*requests)
+    assert [bits(each) for each in made] == [bits(each) for each in Engine(model).generate(*requests)]
     assert replays["prompts"] >= 5
 
 

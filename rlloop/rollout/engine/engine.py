@@ -30,7 +30,8 @@ from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
-from rlloop.rollout.engine.graphs import EngineGraphs, decoding
+from rlloop.rollout.engine.graph_sizes import decoding
+from rlloop.rollout.engine.graphs import EngineGraphs
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
@@ -143,6 +144,11 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         self._flight: _Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
         self._last_warp = ([], LogitsProcessing())
+
+    def prepare(self) -> int:
+        """Record the usual steps as CUDA graphs before the first request; returns their number. 0 on a CPU."""
+        with torch.inference_mode():
+            return 0 if self._graphs is None else self._graphs.prepare(self._max_running)
 
     # ---------------------------------------------------------------------------------------------- step by step
 

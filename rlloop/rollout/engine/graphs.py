@@ -9,6 +9,8 @@ no row's distribution is warped (truncated, scaled or banned), the graph draws t
 Steps with prompts (prefill, decoding beside it or not) are recorded up to `MOST_TOKENS`, beyond which the host keeps
 pace with the device, and when `SEEN` steps of their form have come; the `KEPT` latest used are kept. The form has a
 number of tokens, too; padding makes up further rows in a spare page. Logits are left to the engine.
+
+A server records the usual steps before it answers (`prepare`): each takes longer than a request may wait.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessi
 from rlloop.numerics.ops import Ops
 from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
+from rlloop.rollout.engine.graph_sizes import at_least, multiple, rounded, rounded_rows, rounded_tokens
 from rlloop.rollout.engine.kv_cache import PagedCache
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
-LONG = 1024  # tokens; in longer contexts, attention reads decoding apart from prompts
+PREPARED = 256, 64  # rows of the steps that `prepare` records: that draw, and that leave that to the host
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
@@ -79,7 +82,7 @@ class _PromptInputs(NamedTuple):
 
     @classmethod
     def size(cls, form: _Form) -> int:
-        return sum(_multiple(int(np.prod(shape)), 2) for shape in cls.shapes(form))
+        return sum(multiple(int(np.prod(shape)), 2) for shape in cls.shapes(form))
 
     @classmethod
     def of(cls, flat: Any, form: _Form) -> _PromptInputs:
@@ -87,7 +90,7 @@ class _PromptInputs(NamedTuple):
         for shape in cls.shapes(form):
             count = int(np.prod(shape))
             parts.append(flat[begin : begin + count].reshape(shape))
-            begin += _multiple(count, 2)  # at addresses that kernels take as they are
+            begin += multiple(count, 2)  # at addresses that kernels take as they are
         return cls(*parts)
 
 
@@ -165,7 +168,7 @@ class EngineGraphs:
         given, count = (tokens, 0 if adapters is None else adapters, positions, slots), len(tokens)
         if not self._records_prompts or count <= len(rows):
             return None
-        most = (first := decodes and at_least(decodes, 4)) + at_least(len(rows) - decodes + 1, 4)
+        most = (first := decodes and rounded_rows(decodes)) + rounded_rows(len(rows) - decodes + 1)
         _, width = self.shape(len(rows), pages.shape[1])
         form = _Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
         room = width * self._page_size  # no row that fills up may be longer
@@ -182,6 +185,27 @@ class EngineGraphs:
         if decodes == first:
             return hidden[:count]
         return torch.cat((hidden[:decodes], hidden[first : first + count - decodes]))
+
+    def prepare(self, most: int) -> int:
+        """Record the steps of up to `most` requests with at most `LEAST_TOKENS` tokens each; returns their number.
+
+        Not over ranks, where all would have to take part.
+        """
+        if self._model.context.layout.world_size > 1:
+            return 0
+        _, width = self.shape(1, 1)
+        for draws, rows in zip((True, False), PREPARED, strict=True):
+            for size in sorted({rounded(n, finely=draws) for n in range(1, min(rows, most) + 1)}):
+                if (form := _Form(size, width, "none", draws)) not in self._recorded:
+                    self._record(form)
+        counts = sorted({rounded_tokens(n) for n in range(1, MOST_TOKENS + 1)})
+        for rows in sorted({rounded_rows(n + 1) for n in range(1, min(PREPARED[0], most + 1))}):
+            for tokens in counts:
+                form = _Form(rows, width, "none", tokens=tokens)
+                fits = rows <= tokens <= rows * width * self._page_size
+                if self._records_prompts and fits and form not in self._recorded:
+                    self._record_prompts(form)
+        return len(self._recorded)
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
         """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
@@ -348,42 +372,3 @@ class EngineGraphs:
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:
     """Ids, logprobs and raw logprobs of R rows as the bits of [3, R] int32: one copy to the host."""
     return torch.stack([ids.int(), logprobs.view(torch.int32), raw.view(torch.int32)])
-
-
-def rounded(rows: int, *, finely: bool = False) -> int:
-    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: no more than a third of the rows is idle.
-
-    `finely`: beyond 32, where more rows take longer, to 36, 40, 44, ..., 64, 72, ...: no more than a ninth.
-    """
-    if rows <= 3:
-        return rows
-    power = 1 << (rows - 1).bit_length()
-    if finely and rows > 32:
-        return _multiple(rows, power // 16)
-    return power if rows > power * 3 // 4 else power * 3 // 4
-
-
-def decoding(counts: np.ndarray, longest: int) -> int:
-    """Number of a step's leading rows that decode (one token each), for `AttentionLayout.decoding`; 0 where no context
-    is `longest` enough, and where all rows decode."""
-    return int((counts != 1).argmax()) if longest > LONG else 0
-
-
-def rounded_tokens(count: int) -> int:
-    """As `rounded` up to 256, whose time is that of reading weights; then no more than a fifth is idle. Even."""
-    if count <= 256:
-        return (count := rounded(count)) + count % 2
-    power = 1 << (count - 1).bit_length()
-    return _multiple(count, power // 8)
-
-
-def _multiple(count: int, of: int) -> int:
-    return -(-count // of) * of
-
-
-def at_least(pages: int, least: int) -> int:
-    """`least` doubled until it reaches `pages`."""
-    size = max(1, least)
-    while size < pages:
-        size *= 2
-    return size

@@ -8,7 +8,8 @@ from torch import Tensor
 from rlloop.models import Model, RoutingRecord
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.rollout.engine.choice_store import ChoiceStore
-from rlloop.rollout.engine.graphs import LEAST_TOKENS, at_least, rounded
+from rlloop.rollout.engine.graph_sizes import at_least, rounded
+from rlloop.rollout.engine.graphs import LEAST_TOKENS
 from rlloop.rollout.vllm.attention import PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.sampler import Replayed, Rows
 
