@@ -59,7 +59,6 @@ def main() -> None:
     inner = torch.empty(max(given.rows), INNER // tp.size, device=device, dtype=torch.bfloat16)
     at_inner = torch.tensor([inner.data_ptr()], device=device)
     wide = torch.randn(max(given.rows), INNER, device=device).bfloat16()
-    side = torch.cuda.Stream()
 
     def reduced(x: Tensor) -> Tensor:
         y = (x @ qkv_r.T)[:, :heads] @ o_k.T
@@ -94,24 +93,6 @@ def main() -> None:
         peers.gated_linear_into(x, gate_r, up_r, to.whole, to.places)
         return met(to.whole)
 
-    def in_chunks(x: Tensor, w: Tensor, columns: int) -> Tensor:
-        """cuBLAS works on the next rows while the last ones travel."""
-        to, step = memory.buffer(len(x), columns, tp.rank * len(w)), max(256, len(x) // 4)
-        for begin in range(0, len(x), step):
-            y = kernels.linear(x[begin : begin + step], w, None)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                peers.write(y, to.places, columns, first_row=begin)
-            y.record_stream(side)
-        torch.cuda.current_stream().wait_stream(side)
-        return met(to.whole)
-
-    def chunked(x: Tensor) -> Tensor:
-        if len(x) < 1024:
-            return written(x)
-        a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
-        return in_chunks(activated_into(in_chunks(a, o_r, WIDTH)), down_r, WIDTH)
-
     def written(x: Tensor) -> Tensor:
         a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
         return product_into(activated_into(product_into(a, o_r, WIDTH)), down_r, WIDTH)
@@ -127,7 +108,6 @@ def main() -> None:
         "all-reduce": reduced,
         "gather, NCCL": gathered,
         "gather, written": written,
-        "gather, written in chunks": chunked,
         "products alone": local,
     }
     figures = []
