@@ -110,7 +110,8 @@ def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
         predict(read_config(tmp_path / "model"), each, torch.bfloat16, 1 << 22)
         for each in (Layout(dp_shard=2), Layout(cp=2))
     ]
-    assert split.parts["activations"] == alone.parts["activations"] // 2
+    assert split.parts["kept"] == alone.parts["kept"] // 2
+    assert split.parts["activations"] < 0.6 * alone.parts["activations"]  # a block of rows stays as it is
 
 
 def test_offloaded_parts_are_counted_in_host_memory(tmp_path, capsys):
