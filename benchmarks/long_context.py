@@ -1,19 +1,21 @@
-"""One sequence of 32k, 128k or 256k tokens on one GPU: training tokens per second and peak memory, and a step of RL.
+"""One sequence of 32k to 512k tokens on one GPU: training tokens per second and peak memory, and a step of RL.
 
-    python benchmarks/long_context.py [--only 32k 128k] [--keep-attention] [--seconds 540] [--quick] [--tiny]
+    python benchmarks/long_context.py [--only 32k 128k] [--keep-attention] [--offload-activations] [--seconds 540]
+                                      [--quick] [--tiny]
     python benchmarks/long_context.py --rl [--seconds 300]
 
 A random Qwen3 of the 0.6B shape in bfloat16, with as many positions as the lengths take. Forward and backward of one
 sequence, of which all but the first 512 tokens are trained by GRPO's clipped loss:
 
-- rlloop: `Trainer` with `checkpoint_layers=all`, `checkpoint_keep_attention` and `offload` as `--keep-attention` and
-  `--offload` say. Masters and moments are on the GPU.
-- peer: transformers' model, SDPA by whichever of PyTorch's choice and cuDNN is faster, gradient checkpointing, lm_head
-  and loss in recomputed blocks of 2,048 rows. It holds masters and moments of the same size.
+- rlloop: `Trainer` with `checkpoint_layers=all`; `checkpoint_keep_attention`, `checkpoint_offload` and `offload` as
+  `--keep-attention`, `--offload-activations` and `--offload` say. Masters and moments are on the GPU.
+- peer: transformers' model, SDPA by whichever of PyTorch's choice and cuDNN is faster on 32,768 tokens, gradient
+  checkpointing, lm_head and loss in recomputed blocks of 2,048 rows. It holds masters and moments of the same size.
 
-Each has a process of its own, and goes from short to long; one that runs out of memory says so and ends. Three rounds
-of each length, fewer where the time that is left is needed for one of every longer length. Peak memory is that of
-tensors, beside the prediction of `rlloop doctor --model` (without the cache of an engine, and what CUDA reserves).
+512k is measured if `--only` names it. Each has a process of its own, and goes from short to long; one that runs out of
+memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of every
+longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model` (without the cache of an
+engine, and what CUDA reserves).
 
 `--rl`: steps of RL at 128k: the engine reads a prompt of 130,000 tokens in chunks and samples 4 completions of 64, the
 trainer computes their logprobs again (the prompt once, `share_prompts`), counts those with other bits and tokens that
@@ -41,8 +43,10 @@ from results_schema import Figure, device_name, report, table
 from roofline import device_rates, train_speed
 
 ROUNDS, BLOCK, WARM = 3, 2048, 4096
-POSITIONS = 262144 + 64
-LENGTHS = {"32k": 32768, "128k": 131072, "256k": 262144}
+POSITIONS = 524288 + 64
+LENGTHS = {"32k": 32768, "128k": 131072, "256k": 262144, "512k": 524288}
+DEFAULT = ("32k", "128k", "256k")
+CHOOSES = 32768  # tokens by which the peer chooses its attention
 SIDES = {"rlloop": "rlloop", "peer": "transformers, SDPA, layers recomputed"}
 CHUNK = {"cuda": 8192, "cpu": 64}  # tokens of a prompt that the engine reads in one step
 RL = {"prompt": 130000, "new": 64, "count": 4, "alone": 262144}
@@ -70,11 +74,17 @@ def ours(folder: Path, device: str, settings: dict[str, Any]) -> Run:
     from rlloop.trainer import Trainer, TrainSequence
 
     model = rlloop.load_model(folder, dtype="bfloat16", device=device)
-    keeps, offload, prompt = (settings[name] for name in ("keep_attention", "offload", "prompt"))
+    keeps, moves, offload, prompt = (
+        settings[name] for name in ("keep_attention", "offload_activations", "offload", "prompt")
+    )
     trainer = Trainer(
         model,
         TrainerConfig(
-            max_batch_tokens=POSITIONS, checkpoint_layers="all", checkpoint_keep_attention=keeps, offload=offload
+            max_batch_tokens=POSITIONS,
+            checkpoint_layers="all",
+            checkpoint_keep_attention=keeps,
+            checkpoint_offload=moves,
+            offload=offload,
         ),
     )
 
@@ -127,7 +137,7 @@ def theirs(folder: Path, device: str, settings: dict[str, Any]) -> Run:
             kinds.insert(0, SDPBackend.CUDNN_ATTENTION)
         try:
             run(settings["warm"])
-            times[cudnn] = timed(run, min(settings["lengths"].values()), device)[0]
+            times[cudnn] = timed(run, min(CHOOSES, *settings["lengths"].values()), device)[0]
         except RuntimeError as error:
             print(f"SDPA, cuDNN first: {cudnn}, does not run: {str(error).splitlines()[0]}", file=sys.stderr)
     if times.get(True, np.inf) >= times.get(False, 0.0) and SDPBackend.CUDNN_ATTENTION in kinds:
@@ -171,8 +181,9 @@ def measure(run: Run, settings: dict[str, Any], device: str) -> None:
                 took, loss = timed(run, length, device)
             except torch.OutOfMemoryError as error:
                 print(str(error).split(". ")[0], file=sys.stderr, flush=True)
-                tell(length=length, outgrown=True)
-                return  # what is longer takes more
+                for each in lengths[at:]:  # what is longer takes more
+                    tell(length=each, outgrown=True)
+                return
             peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
             tell(length=length, seconds=took, loss=loss, peak=peak)
 
@@ -276,7 +287,7 @@ def predicted(config: dict[str, Any], length: int, settings: dict[str, Any]) -> 
 
     parts = predict(
         parse_config(config), Layout(), torch.bfloat16, length, settings["offload"],
-        keep_attention=settings["keep_attention"],
+        keep_attention=settings["keep_attention"], offload_activations=settings["offload_activations"],
     ).parts  # fmt: skip
     return sum(size for name, size in parts.items() if name not in ("cache", "reserved"))
 
@@ -291,6 +302,7 @@ def figures_of(found: Found, length: int, config: dict[str, Any], words: str, se
     mine, other = (found[side].get(length, {}) for side in SIDES)
     said = f"one sequence of {length:,} tokens, {words} bf16, layers recomputed"
     said += " but for attention" if settings["keep_attention"] else ""
+    said += ", activations offloaded" if settings["offload_activations"] else ""
     said += "" if offload == "none" else f", offload={offload}"
     outgrown = ": out of memory"
     named = SIDES["peer"] + outgrown * bool(other.get("outgrown")) if other else None
@@ -351,6 +363,7 @@ def main() -> int:
     parser.add_argument("--without", choices=SIDES, action="append", default=[], help="of the sides")
     parser.add_argument("--offload", choices=("none", "moments", "masters"), default="none")
     parser.add_argument("--keep-attention", action="store_true", help="trainer.checkpoint_keep_attention=true")
+    parser.add_argument("--offload-activations", action="store_true", help="trainer.checkpoint_offload=true")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=540, help="of all; what is measured by then is recorded")
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
@@ -364,8 +377,9 @@ def main() -> int:
     end = time.monotonic() + args.seconds
     config, words = config_of(args.tiny), (TINY if args.tiny else SHAPES["0.6B"])[0]
     settings = {**(SMALL if args.tiny else LARGE), "offload": args.offload, "rounds": args.rounds}
-    settings["keep_attention"] = args.keep_attention
-    settings["lengths"] = {name: settings["lengths"][name] for name in args.only or settings["lengths"]}
+    settings |= {"keep_attention": args.keep_attention, "offload_activations": args.offload_activations}
+    names = args.only or [name for name in settings["lengths"] if args.tiny or name in DEFAULT]
+    settings["lengths"] = {name: settings["lengths"][name] for name in names}
 
     def record(figures: list[Figure]) -> None:
         if args.quick or args.tiny:

@@ -16,14 +16,14 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, layout_keys, layouts, pred
 
 def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
-    keep_attention: bool = False,
+    keep_attention: bool = False, offload_activations: bool = False,
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
     `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. `lora`:
     the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train.
-    `keep_attention`: `trainer.checkpoint_keep_attention`. Raises `ConfigError` where it has none, or cannot offload,
-    `ModelError` for a folder without a known config.json.
+    `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`. Raises
+    `ConfigError` where it has none, or cannot offload, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
@@ -33,9 +33,12 @@ def examine_model(
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
     every = layouts(config, gpus, splits_sequences=True)
     needs = [
-        predict(config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention)
+        predict(
+            config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
+            offload_activations=offload_activations,
+        )
         for layout in every
-    ]
+    ]  # fmt: skip
     yield Line(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
@@ -47,6 +50,12 @@ def examine_model(
             None,
             f"trainer.offload={offload}",
             f"in host memory; an update waits for all of it to come and go, at {PCIE / 1e9:g} GB/s each way (assumed)",
+        )
+    if offload_activations:
+        yield Line(
+            None,
+            "trainer.checkpoint_offload=true",
+            "what is kept of a micro-batch's layers waits in host memory as well, and comes back layer by layer",
         )
     fits = sorted((each for each in needs if each.total <= memory * GIB), key=lambda each: preference(each.layout))
     for each in fits:

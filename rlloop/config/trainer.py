@@ -63,6 +63,7 @@ class TrainerConfig:
         "none"  # layers recomputed in the backward pass to save memory: none, all, or n for every n-th
     )
     checkpoint_keep_attention: bool = False  # keep recomputed layers' attention: for long sequences, docs/gpu.md
+    checkpoint_offload: bool = False  # what is kept of recomputed layers waits in host memory
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,11 @@ class TrainerConfig:
             "trainer.checkpoint_keep_attention", self.checkpoint_keep_attention,
             not self.checkpoint_keep_attention or self.checkpoint_every > 0,
             "false while trainer.checkpoint_layers is none, which keeps all of every layer",
+        )  # fmt: skip
+        require(
+            "trainer.checkpoint_offload", self.checkpoint_offload,
+            not self.checkpoint_offload or self.checkpoint_every > 0,
+            "false while trainer.checkpoint_layers is none: only what recomputed layers keep is offloaded",
         )  # fmt: skip
         check_limits("trainer", self)
         self.layout.checked("trainer")

@@ -18,7 +18,7 @@ from rlloop.numerics import operators
 from rlloop.numerics.kernels.terms import terms_gradients
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.adapted import PRODUCTS
-from rlloop.numerics.operators.products import product
+from rlloop.numerics.operators.products import gradient_type, product
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.division import (
     Division,
@@ -56,12 +56,13 @@ class _CutLinear(torch.autograd.Function):
         grad = grad.contiguous()
         every = rows.gather(grad, 1) if needs[0] or z is not None else grad  # [T, N]
         grad_x = _input_gradient(every, weight, x.dtype, rows, ctx.columns) if needs[0] else None
-        grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
+        grad_weight = product(grad, False, x, False, gradient_type(weight)) if needs[1] else None
         grad_bias = of_z = of_up = None
         if needs[2]:
-            grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, weight.dtype)[0]
+            ones = torch.ones(1, len(grad), device=grad.device)
+            grad_bias = product(ones, True, grad, False, gradient_type(weight))[0]
         if z is not None and (needs[5] or needs[6]):
-            of_z, of_up = terms_gradients(PRODUCTS, every, z, rows.gather(up, 1), True, slots, up.dtype)
+            of_z, of_up = terms_gradients(PRODUCTS, every, z, rows.gather(up, 1), True, slots, gradient_type(up))
             of_up = rows.take(of_up, 1)
         return grad_x, grad_weight, grad_bias, None, None, of_z, of_up, None, None
 

@@ -51,7 +51,8 @@ class Model(nn.Module):
 
     `checkpoint_layers = n` recomputes every n-th layer in the backward pass instead of keeping its activations (0:
     none); the same operations run again, so the gradient keeps its bits. With `checkpoint_keep_attention` attention's
-    results are kept.
+    results are kept; with `checkpoint_offload` what is kept of those layers waits in host memory. Of more than
+    `row_blocks.ROWS` tokens a recomputed layer's dense MLP sums its weights' gradients by blocks of rows.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Model(nn.Module):
         self.adapter: Adapter | None = None if weights_of is None else weights_of.adapter  # of all rows
         self.adapters = AdapterRegistry() if weights_of is None else weights_of.adapters  # those that rows may select
         self.ops = self._with_own_adapter(ops_for(self.profile))
-        self.checkpoint_layers, self.checkpoint_keep_attention = 0, False
+        self.checkpoint_layers, self.checkpoint_keep_attention, self.checkpoint_offload = 0, False, False
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[CopiedPart] = []
@@ -94,6 +95,7 @@ class Model(nn.Module):
         self.rope, self.source_path = weights_of.rope, weights_of.source_path
         self.checkpoint_layers = weights_of.checkpoint_layers
         self.checkpoint_keep_attention = weights_of.checkpoint_keep_attention
+        self.checkpoint_offload = weights_of.checkpoint_offload
         if all(weights_of.context.ranks(axis).size == self.context.ranks(axis).size for axis in ("tp", "ep", "pp")):
             self.model, self.lm_head, self._copies = weights_of.model, weights_of.lm_head, weights_of._copies
             return
@@ -397,4 +399,4 @@ class Model(nn.Module):
     @property
     def _recompute(self) -> Recompute:
         alone = self.context.layout.world_size == 1
-        return Recompute(self.checkpoint_layers, self.checkpoint_keep_attention, alone)
+        return Recompute(self.checkpoint_layers, self.checkpoint_keep_attention, self.checkpoint_offload, alone)

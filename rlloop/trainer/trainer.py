@@ -64,14 +64,15 @@ class Trainer:
         `redraws`: draw an engine's tokens again, to compare them. `apart`: no master is a live parameter, even of a
         model that computes in float32, so that `round_weights` may round those.
 
-        Sets `model.checkpoint_layers` and `checkpoint_keep_attention` to the configuration's. Raises `ConfigError` for
-        settings that the model does not support.
+        Sets `model.checkpoint_layers`, `checkpoint_keep_attention` and `checkpoint_offload` to the configuration's.
+        Raises `ConfigError` for settings that the model does not support.
         """
         self.model = model
         self.config = config
         self.reference = reference
         model.checkpoint_layers = config.checkpoint_every
         model.checkpoint_keep_attention = config.checkpoint_keep_attention
+        model.checkpoint_offload = config.checkpoint_offload
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1

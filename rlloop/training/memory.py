@@ -21,6 +21,7 @@ from rlloop.models.architecture import ModelConfig
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
+from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout
@@ -80,11 +81,12 @@ def preference(layout: Layout) -> tuple[int, ...]:
 
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
-    lora: int = 0, trains: bool = True, keep_attention: bool = False,
+    lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
-    All layers are made again in the backward pass; `keep_attention`: but for their attention.
+    All layers are made again in the backward pass; `keep_attention`: but for their attention. `offload_activations`:
+    what is kept of them waits in host memory.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
@@ -101,6 +103,8 @@ def predict(
     host = sum(sizes.pop(name) for name in moved)
     if host:
         sizes["blocks"] = BLOCKS * BLOCK_BYTES
+    if offload_activations:
+        host += sum(sizes.pop(name, 0) for name in ("kept", "attention"))
     return Memory(layout, sizes, host)
 
 
@@ -138,6 +142,7 @@ def _parts(
         "masters": owned * wide if dtype.itemsize < wide else 0,
         "optimizer": 2 * owned * wide,
         "gradients": owned * (levels * wide + dtype.itemsize),
+        "kept": _kept(config, layout, dtype, tokens),
         "activations": _activations(config, layout, dtype, tokens),
         **({"attention": _attention(config, layout, dtype, tokens)} if keep_attention else {}),
     }
@@ -156,14 +161,19 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
 
 
 def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate: the stream between layers, and what one layer keeps for its backward pass."""
-    layers, width, mixture = -(-config.num_layers // layout.pp), config.hidden_size, config.mixture
+    """Estimate: what one layer keeps for its backward pass."""
+    width, mixture, rows = config.hidden_size, config.mixture, -(-tokens // layout.cp)
     attended = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    inner = 3 * config.intermediate_size
+    inner = min(rows, ROWS) * 3 * config.intermediate_size
     if mixture is not None:
-        inner = max(inner, mixture.routing.top_k * (3 * mixture.expert_size + width))
-    streams = width * layers * min(layout.pp, MICRO_BATCHES)  # of the micro-batches that are in a pipeline
-    return tokens * dtype.itemsize // layout.cp * (streams + 4 * width + (attended + inner) // layout.tp)
+        inner = max(inner, rows * mixture.routing.top_k * (3 * mixture.expert_size + width))
+    return dtype.itemsize * (rows * (4 * width + attended // layout.tp) + inner // layout.tp)
+
+
+def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of the stream between layers."""
+    layers = -(-config.num_layers // layout.pp) * min(layout.pp, MICRO_BATCHES)  # of micro-batches in a pipeline
+    return tokens * dtype.itemsize // layout.cp * config.hidden_size * layers
 
 
 def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:

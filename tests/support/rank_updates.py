@@ -13,8 +13,9 @@ import torch
 from rlloop.algorithms import LossBatch, LossOutput, get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.metrics import is_timing
-from rlloop.models import Model, new_model
+from rlloop.models import Model, new_model, row_blocks
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
+from rlloop.models.row_blocks import ROWS
 from rlloop.parallel import collectives
 from rlloop.parallel.collectives import SMALL
 from rlloop.parallel.context import join
@@ -63,7 +64,7 @@ CASES = {
         "bfloat16",
         {"checkpoint_layers": "all", "checkpoint_keep_attention": True},
     ),
-    "reference": Case({**DENSE, "tie_word_embeddings": False}, reference=True),
+    "reference": Case({**DENSE, "tie_word_embeddings": False}, settings={"checkpoint_layers": "all"}, reference=True),
     "custom": Case(DENSE, "bfloat16", custom=True),
     "experts": Case(MIXTURE, settings={"balance_coef": 0.1, "expert_bias_rate": 0.01}),
     "experts bfloat16": Case(
@@ -78,14 +79,15 @@ CASES = {
         groups=True,
     ),
     "adapter": Case(MIXTURE, adapter=("all-linear", "lm_head"), reference=True),
-    "adapter bfloat16": Case(DENSE, "bfloat16", adapter=("all-linear",)),
+    "adapter bfloat16": Case(DENSE, "bfloat16", {"checkpoint_layers": "all"}, adapter=("all-linear",)),
 }
 FEW = ("dense bfloat16", "untied", "experts", "custom", "adapter bfloat16")
 UNPACKED = tuple(name for name, case in CASES.items() if case.quantize == "none")
 PLAIN = ("dense bfloat16", "experts")
 # By number of ranks: layouts, each with its cases. All cases train where optimizer states are sharded, evenly, and
 # where parameters are, unevenly; the others differ from those two by what few cases reach.
-# layers: shard=parameters; offload: as far as can be; small: bytes of a tensor that travels with others
+# layers: shard=parameters; offload: as far as can be; small: bytes of a tensor that travels with others; rows: of a
+# block of an MLP
 LAYOUTS: dict[int, list[tuple[dict[str, int], tuple[str, ...]]]] = {
     1: [({}, tuple(CASES))],
     2: [({"dp_replicate": 2}, PLAIN), ({"dp_shard": 2}, tuple(CASES))],
@@ -100,8 +102,8 @@ RELAY = {1: {}, 3: {"dp_shard": 3, "small": 512}, 4: {"dp_shard": 2, "dp_replica
 
 def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
     """A trainer of this process's rank."""
-    degrees = {axis: degree for axis, degree in layout.items() if axis not in ("layers", "offload", "small")}
-    collectives.SMALL = layout.get("small", SMALL)
+    degrees = {axis: degree for axis, degree in layout.items() if axis not in ("layers", "offload", "small", "rows")}
+    collectives.SMALL, row_blocks.ROWS = layout.get("small", SMALL), layout.get("rows", ROWS)
     context = join(torch.device(device), Layout(**degrees))
 
     def model() -> Model:

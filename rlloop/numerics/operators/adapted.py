@@ -21,6 +21,7 @@ from rlloop.numerics.operators.elementwise import silu_mul
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.mixture import AddBias, Spread, clamped_glu
 from rlloop.numerics.operators.products import (
+    gradient_type,
     grouped_linear,
     grouped_rows_gradient,
     grouped_weight_gradient,
@@ -37,7 +38,7 @@ TERMS = "Tensor z, Tensor up, bool up_by_row, Tensor slots, Tensor ranks"
 def _terms_gradients(ctx: Any, grad: Tensor, z: Tensor, up: Tensor, by_row: bool, slots: Tensor) -> tuple[Any, Any]:
     if not (ctx.needs_input_grad[4] or ctx.needs_input_grad[5]):
         return None, None
-    return terms_gradients(PRODUCTS, grad, z, up, by_row, slots, up.dtype)
+    return terms_gradients(PRODUCTS, grad, z, up, by_row, slots, gradient_type(up))
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -48,10 +49,10 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x, weight, z, up, slots), needs = ctx.saved_tensors, ctx.needs_input_grad
     grad_x = product(grad, True, weight, False, x.dtype) if needs[0] else None
-    grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
+    grad_weight = product(grad, False, x, False, gradient_type(weight)) if needs[1] else None
     grad_bias = None
     if needs[2]:
-        grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, weight.dtype)[0]
+        grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, gradient_type(weight))[0]
     of_terms = _terms_gradients(ctx, grad, z, up, ctx.by_row, slots)
     return grad_x, grad_weight, grad_bias, None, *of_terms, None, None, None
 

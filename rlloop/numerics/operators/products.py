@@ -18,6 +18,11 @@ product = operator(
 )
 
 
+def gradient_type(weight: Tensor) -> torch.dtype:
+    """The type of a weight's gradient: its own, unless a leaf asks for another, as for a part of a sum."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
 
@@ -25,11 +30,11 @@ def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
     grad_x = product(grad, True, weight, False, x.dtype) if needs[0] else None
-    grad_weight = product(grad, False, x, False, weight.dtype) if needs[1] else None
+    grad_weight = product(grad, False, x, False, gradient_type(weight)) if needs[1] else None
     if len(needs) == 2:
         return grad_x, grad_weight
     ones = torch.ones(1, len(grad), device=grad.device)
-    return grad_x, grad_weight, product(ones, True, grad, False, weight.dtype)[0] if needs[2] else None
+    return grad_x, grad_weight, product(ones, True, grad, False, gradient_type(weight))[0] if needs[2] else None
 
 
 linear = operator(

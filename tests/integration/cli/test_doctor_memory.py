@@ -10,6 +10,7 @@ from rlloop.launch.workers import with_lora
 from rlloop.models import load_model, new_model, save_model
 from rlloop.models.config import read_config
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
@@ -100,7 +101,7 @@ def test_layouts_that_fit_are_named(tmp_path, capsys):
 
 def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
     make_model(tmp_path)
-    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "2", "--memory", "6"]
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "2", "--memory", "5"]
     assert main([*arguments, "--tokens", str(1 << 22)]) == 0
     printed = capsys.readouterr().out
     assert "ok  cp=2: " in printed
@@ -109,7 +110,8 @@ def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
         predict(read_config(tmp_path / "model"), each, torch.bfloat16, 1 << 22)
         for each in (Layout(dp_shard=2), Layout(cp=2))
     ]
-    assert split.parts["activations"] == alone.parts["activations"] // 2
+    assert split.parts["kept"] == alone.parts["kept"] // 2
+    assert split.parts["activations"] < 0.6 * alone.parts["activations"]  # a block of rows stays as it is
 
 
 def test_offloaded_parts_are_counted_in_host_memory(tmp_path, capsys):
@@ -129,6 +131,29 @@ def test_offloaded_parts_are_counted_in_host_memory(tmp_path, capsys):
     assert "in host memory" in capsys.readouterr().out
     assert main([*arguments, "--dtype", "float32"]) == 2
     assert "set trainer.offload=moments" in capsys.readouterr().err
+
+
+def test_activations_that_wait_on_the_host(tmp_path, capsys):
+    make_model(tmp_path)
+    config = read_config(tmp_path / "model")
+    here = predict(config, Layout(), torch.bfloat16, 64, keep_attention=True)
+    moved = predict(config, Layout(), torch.bfloat16, 64, keep_attention=True, offload_activations=True)
+    assert moved.host == here.parts["kept"] + here.parts["attention"]
+    assert moved.total + moved.host == here.total
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory", "8", "--offload-activations"]
+    assert main(arguments) == 0
+    assert "trainer.checkpoint_offload=true: what is kept of a micro-batch's layers" in capsys.readouterr().out
+
+
+def test_inner_activations_of_a_long_sequence_are_those_of_a_block_of_rows(tmp_path):
+    make_model(tmp_path)
+    config = read_config(tmp_path / "model")
+    inner = 2 * 3 * config.intermediate_size
+    one, two, four = (
+        predict(config, Layout(), torch.bfloat16, blocks * ROWS).parts["activations"] for blocks in (1, 2, 4)
+    )
+    assert four - two == 2 * (two - one)
+    assert two - one == one - ROWS * inner
 
 
 def test_every_layout_has_the_ranks_asked_for(tmp_path):

@@ -14,13 +14,16 @@ from rlloop import NumericsProfile, load_model, token_logprobs
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.models import Model, ScoreRow, score
+from rlloop.models import Model, ScoreRow, recompute, score
 from rlloop.trainer import Trainer
 from tests.support.checkpoints import EVERY, make_checkpoint
 from tests.support.train_sequences import gradients, make_groups
 
 PAIRS = [([3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 3, 5, 8]), ([2, 7, 1, 8], [2, 8])]
-SETTINGS = [(0, False), (1, False), (2, False), (1, True), (2, True)]
+SETTINGS = [  # every n-th layer, attention kept, offloaded
+    (0, False, False), (1, False, False), (2, False, False), (1, True, False), (2, True, False), (1, False, True),
+    (1, True, True), (2, True, True),
+]  # fmt: skip
 
 
 class Calls(TorchDispatchMode):
@@ -36,8 +39,8 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def update(model: Model, every: int, keeps: bool) -> tuple[dict[str, Tensor], Counter[str]]:
-    model.checkpoint_layers, model.checkpoint_keep_attention = every, keeps
+def update(model: Model, every: int, keeps: bool, offload: bool) -> tuple[dict[str, Tensor], Counter[str]]:
+    model.checkpoint_layers, model.checkpoint_keep_attention, model.checkpoint_offload = every, keeps, offload
     model.zero_grad()
     logprobs = torch.cat(token_logprobs(model, PAIRS))
     with Calls() as calls:  # what the backward makes
@@ -79,7 +82,8 @@ def test_other_operations_keep_their_bits(tmp_path: Path) -> None:
 def test_updates_of_groups_keep_their_bits(tmp_path: Path, share: bool) -> None:
     make_checkpoint(tmp_path)
     found = []
-    for settings in ({}, {"checkpoint_layers": "all"}, {"checkpoint_layers": "all", "checkpoint_keep_attention": True}):
+    again, keeps = {"checkpoint_layers": "all"}, {"checkpoint_keep_attention": True}
+    for settings in ({}, again, {**again, **keeps}, {**again, **keeps, "checkpoint_offload": True}):
         trainer = Trainer(load_model(tmp_path), TrainerConfig(share_prompts=share, max_batch_tokens=200, **settings))
         result = trainer.forward_backward(make_groups(), get_loss("grpo"))
         found.append([*gradients(trainer).values(), *map(torch.from_numpy, result.logprobs)])
@@ -103,6 +107,27 @@ def test_of_a_layer_one_sum_is_kept(tmp_path: Path) -> None:
         del logprobs
     tokens = sum(len(prompt) + len(completion) - 1 for prompt, completion in PAIRS)
     assert kept[1] - kept[0] == 4 * tokens * model.config.hidden_size * model.dtype.itemsize
+
+
+def test_what_waits_on_the_host_is_all_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path)
+    model, moved = load_model(tmp_path, dtype="bfloat16"), list[tuple[int, ...]]()
+    tokens = sum(len(prompt) + len(completion) - 1 for prompt, completion in PAIRS)
+    config, to_host = model.config, recompute._to_host
+
+    def moves(x: Tensor) -> tuple[torch.device, Tensor]:
+        moved.append(tuple(x.shape))
+        device, held = to_host(x)
+        assert held.data_ptr() != x.data_ptr()
+        return device, held
+
+    monkeypatch.setattr(recompute, "_to_host", moves)
+    update(model, 1, False, True)
+    assert moved == [(tokens, config.hidden_size)] * config.num_layers
+    moved.clear()
+    update(model, 1, True, True)
+    attention = [(tokens, config.num_heads, config.head_dim), (tokens, config.num_heads)]
+    assert moved == [(tokens, config.hidden_size), *attention] * config.num_layers
 
 
 class Alive(Calls):
@@ -141,9 +166,12 @@ def test_attention_is_kept_only_of_layers_made_again(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="checkpoint_keep_attention is True; it must be false while"):
         TrainerConfig(checkpoint_keep_attention=True)
-    settings = TrainerConfig(checkpoint_layers="2", checkpoint_keep_attention=True)
+    with pytest.raises(ConfigError, match="checkpoint_offload is True; it must be false while"):
+        TrainerConfig(checkpoint_offload=True)
+    settings = TrainerConfig(checkpoint_layers="2", checkpoint_keep_attention=True, checkpoint_offload=True)
     model = load_model(tmp_path)
     assert Trainer(model, settings).model.checkpoint_keep_attention
     assert model.with_adapter(None).checkpoint_keep_attention
+    assert model.with_adapter(None).checkpoint_offload
     with pytest.raises(ConfigError, match=r"model\.profile\.attention is stock"):
         Trainer(model.with_profile(NumericsProfile(attention="stock")), settings)

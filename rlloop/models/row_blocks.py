@@ -1,0 +1,82 @@
+"""Dense MLPs of long sequences, made a block of rows at a time in layers that are made again in the backward pass.
+
+So inner activations are held for one block. Rows are independent, so the forward keeps its bits. A weight's gradient is
+the sum of the blocks' products, in their order, in float32 and rounded once: it depends on the number of rows alone.
+Of an adapter's A each block's product is rounded as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from rlloop.models.layers import Mlp, PlainMlp, Step
+from rlloop.numerics.fp8 import Fp8Weight
+from rlloop.numerics.layout import Factors
+from rlloop.numerics.ops import Ops
+
+ROWS = 32768  # of a block, and of the longest sequence that is made whole
+
+
+def dense(mlp: Mlp | PlainMlp, x: Tensor, step: Step) -> Tensor:
+    """`mlp(x, step)`, x [T, D]; in blocks where that saves memory and rows are independent."""
+    ops = step.ops
+    if not step.recomputed or len(x) <= ROWS or type(ops) is not Ops or ops.profile.linear != "rlloop":
+        return mlp(x, step)
+    weights = dict(mlp.named_parameters())
+    if ops.row_slots(x) is not None or any(isinstance(each, Fp8Weight) for each in weights.values()):
+        return mlp(x, step)
+    trained = {name: each for name, each in weights.items() if each.requires_grad}
+    adapted = {name: pair[0] for name, each in weights.items() if (pair := ops.adapted(each))}
+    ranks = {name: each.ranks for name, each in adapted.items()}
+
+    def make(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+        own, factors = dict(zip(trained, leaves, strict=False)), leaves[len(trained) :]
+        if ops.adapters is None or not ranks:
+            return functional_call(mlp, own, (rows, step))
+        of = {
+            id(own.get(name, weights[name])): Factors(down, up, ranks[name])
+            for name, down, up in zip(ranks, factors[::2], factors[1::2], strict=True)
+        }
+        return functional_call(mlp, own, (rows, replace(step, ops=ops.with_adapters(ops.adapters.with_factors(of)))))
+
+    pairs = [factor for each in adapted.values() for factor in (each.down, each.up)]
+    return _InBlocks.apply(x, make, *trained.values(), *pairs)
+
+
+class _InBlocks(torch.autograd.Function):
+    """x [T, D], `make(rows, tensors)`, and the tensors besides x that it is differentiated by -> [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor, Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+        ctx.make = make
+        ctx.save_for_backward(x, *tensors)
+        out = torch.empty_like(x)
+        for at in range(0, len(x), ROWS):
+            out[at : at + ROWS] = make(x[at : at + ROWS], tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *tensors), (grad,), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
+        leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs[2:], strict=True)]
+        wanted = [each for each in leaves if each.requires_grad]
+        for each in wanted:
+            each.grad_dtype = torch.promote_types(each.dtype, torch.float32)
+        grad_x = torch.empty_like(x) if needs[0] else None
+        sums: list[Tensor] = []
+        for at in range(0, len(x), ROWS):
+            rows = x[at : at + ROWS].detach().requires_grad_(needs[0])
+            with torch.enable_grad():
+                out = ctx.make(rows, leaves)
+            found = list(torch.autograd.grad(out, [rows] * needs[0] + wanted, grad[at : at + ROWS]))
+            if grad_x is not None:
+                grad_x[at : at + ROWS] = found.pop(0)
+            sums = [total.add_(part) for total, part in zip(sums, found, strict=True)] if sums else found
+        each = iter(sums)
+        return grad_x, None, *(next(each) if need else None for need in needs[2:])  # autograd rounds the sums
