@@ -205,6 +205,12 @@ class EngineGraphs:
                 fits = rows <= tokens <= rows * width * self._page_size
                 if self._records_prompts and fits and form not in self._recorded:
                     self._record_prompts(form)
+        # What follows prompts is launched one by one: each number of rows may be another variant of a kernel.
+        model, device = self._model, self._model.device
+        for rows in range(1, min(PREPARED[1], most) + 1):
+            hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+            indices = torch.ones(rows, dtype=torch.int64, device=device)
+            model.output.sample(model.logits(hidden), LogitsProcessing(), indices, indices)
         return len(self._recorded)
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
