@@ -1,7 +1,7 @@
 """The collapse study on GPUs (docs/gpu.md): every arm with several seeds, some runs at a time on each GPU.
 
     python benchmarks/gpu_study.py runs/gpu_study [--models dense experts] [--lr 2e-4] [--seeds 3] [--slots 4] [--list]
-    rlloop compare runs/gpu_study/dense-2e-4/* -o report.html
+    rlloop compare runs/gpu_study/dense-2e-4 -o report.html  # of a stopped study, name the runs that ended
 
 A run that was stopped goes on, a finished one is left as it is: the same command continues the study. Warm starts come
 first, one for each model and seed, which all arms share. A run's output is in its .log. Runs wait for the host much of
