@@ -61,12 +61,12 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.lr}/{self.arm}-{self.seed}"
+        return f"{self.model}-{self.lr}/{self.arm},seed={self.seed}"  # as `rlloop compare` reads arms and seeds
 
     def command(self, folder: Path) -> list[str]:
         return [
             sys.executable, "-m", "rlloop", "train", "--config-name", RECIPES[self.model], "algorithm=gspo",
-            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}", f"run.dir={folder / self.name}",
+            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}", f'run.dir="{folder / self.name}"',
         ]  # fmt: skip
 
 

@@ -104,7 +104,8 @@ class Simulation:
         if before is not None:
             assert batch.source is not None
             for row, source in zip(batch.rows.tolist(), batch.source.tolist(), strict=True):
-                tokens_of[row] = (*tokens_of[row][:-1], int(before[source]))
+                if source >= 0:
+                    tokens_of[row] = (*tokens_of[row][:-1], int(before[source]))
         copied = [(to * size + i, self.slots[source * size + i]) for source, to, n in batch.copies for i in range(n)]
         assert len({slot for slot, _ in copied}) == len(copied), "two tokens were copied to one slot"
         self.slots.update(copied)

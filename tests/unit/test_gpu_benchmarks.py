@@ -209,7 +209,7 @@ def test_a_study_warms_each_model_and_seed_once_and_runs_every_arm(module, tmp_p
     assert lines[2:] == [f"{arm} {seed}" for arm in ("zero_kld", "fp8_all", "fp4") for seed in range(2)]
     assert made.done == 4
     assert [line.split(":")[0] for line in made.failed] == [
-        str(tmp_path / f"dense-2e-4/fp8_all-{seed}.log") for seed in range(2)
+        str(tmp_path / f"dense-2e-4/fp8_all,seed={seed}.log") for seed in range(2)
     ]
 
 

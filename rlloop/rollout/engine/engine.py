@@ -31,7 +31,7 @@ from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graph_sizes import decoding
-from rlloop.rollout.engine.graphs import EngineGraphs
+from rlloop.rollout.engine.graphs import EngineGraphs, LateTokens, with_late
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
@@ -314,13 +314,14 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         block_start = table.blocks[batch.rows, :blocks] * self.page_size
         slots = block_start[sequence, index // self.page_size] + index % self.page_size
         emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
+        late = None if tokens_before is None else self._late(batch, query_start, tokens_before)
         scores = bool(table.scored[batch.rows].any())
         decodes = len(emitting) == end[-1] and positions.ndim == 1 and not scores  # one token each
         if self._graphs is not None and decodes and not eager:
-            if tokens_before is None:
-                tokens = self._tensor(table.tokens[batch.rows, index])
+            if late is not None and len(late[0]) == len(index):
+                _, tokens = late
             else:
-                tokens = self._picked(tokens_before, batch.source)
+                tokens = with_late(self._tensor(table.tokens[batch.rows, index]), late)
             where = (tokens, slots_of, index, positions, slots, block_start, batch.rows)
             warp = self._warp(emitting)
             if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
@@ -330,7 +331,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
             of_tokens = None if slots_of is None else slots_of[sequence]
-            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, of_tokens)
+            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, of_tokens, late)
             if scores:
                 self._score_prompts(batch, query_start, hidden)
             last, vocabulary = self._picked(hidden, end[batch.emits] - 1), self.model.vocab_size
@@ -351,13 +352,13 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
 
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
-        slots: np.ndarray, block_start: np.ndarray, slots_of: np.ndarray | None,
+        slots: np.ndarray, block_start: np.ndarray, slots_of: np.ndarray | None, late: LateTokens | None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states [T, D]. `slots_of` [T]: adapters' slots."""
         images = self._images.placed(self._scheduler.table, batch, query_start)
         decodes = 0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size)
         if self._graphs is not None and images is None and positions.ndim == 1 and self._together.size == 1:
-            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows, decodes)
+            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows, decodes, late)
             if (hidden := self._graphs.hidden(token_ids, slots_of, *where)) is not None:
                 return hidden
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
@@ -371,7 +372,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         )
         routes = None if self._choices is None else RoutingRecord()
         adapters = self._adapters.on_device(slots_of, self._device)
-        tokens, at = self._tensor(token_ids), self._tensor(positions)
+        tokens, at = with_late(self._tensor(token_ids), late), self._tensor(positions)
         hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters, images=images)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
@@ -380,8 +381,13 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
-    def _picked(self, rows: Tensor, source: np.ndarray | None) -> Tensor:
-        assert source is not None
+    def _late(self, batch: ScheduledStep, query_start: np.ndarray, drawn: Tensor) -> LateTokens:
+        """Of a step scheduled ahead, the tokens that only the device knows: `drawn` [E] by the step before."""
+        assert batch.source is not None
+        unknown = batch.source >= 0
+        return query_start[:-1][unknown], self._picked(drawn, batch.source[unknown])
+
+    def _picked(self, rows: Tensor, source: np.ndarray) -> Tensor:
         return rows if np.array_equal(source, np.arange(len(rows))) else rows[self._tensor(source)]
 
     # ---------------------------------------------------------------------------------------------- requests

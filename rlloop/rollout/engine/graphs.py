@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.models.logits_processing import on_device
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops
@@ -44,6 +45,9 @@ PREPARED = 256, 64  # rows of the steps that `prepare` records: that draw, and t
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
+
+
+LateTokens = tuple[np.ndarray, Tensor]  # places in a step's tokens, and the tokens, which only the device knows
 
 
 class _Form(NamedTuple):
@@ -157,11 +161,12 @@ class EngineGraphs:
     def hidden(
         self, tokens: np.ndarray, adapters: np.ndarray | None, positions: np.ndarray, slots: np.ndarray,
         counts: np.ndarray, context: np.ndarray, pages: np.ndarray, rows: np.ndarray, decodes: int,
+        late: LateTokens | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Last hidden states [T, D] of a step with prompts, as `Model.hidden` has them; None if it is not recorded.
 
         tokens, adapters' slots (as for `logits`), positions, slots [T]; counts, context, rows [S]; pages [S, B];
-        `decodes`: of `decoding`.
+        `decodes`: of `decoding`. `late`: in place of some of the tokens.
 
         The result is valid until the next call.
         """
@@ -179,7 +184,7 @@ class EngineGraphs:
         if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
             return None
         step = self._recorded[form] = self._recorded.pop(form)  # the last of those that are kept
-        self._stage(step.inputs, form, given, decodes, counts, context, pages, rows)
+        self._stage(step.inputs, form, given, decodes, counts, context, pages, rows, late)
         step.graph.replay()
         (hidden,) = step.outputs
         if decodes == first:
@@ -257,7 +262,7 @@ class EngineGraphs:
 
     def _stage(
         self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], decodes: int, counts: np.ndarray,
-        context: np.ndarray, pages: np.ndarray, rows: np.ndarray,
+        context: np.ndarray, pages: np.ndarray, rows: np.ndarray, late: LateTokens | None = None,
     ) -> None:  # fmt: skip
         """Copy a step with prompts, padded to its form with prompts of token 0, into a graph's inputs."""
         staging = torch.empty(len(inputs), dtype=torch.int64, pin_memory=inputs.is_cuda)
@@ -276,6 +281,8 @@ class EngineGraphs:
         host.context[:], host.rows[:], host.pages[:] = 0, self._cache.spare_row, self._cache.spare
         host.context[of], host.rows[of], host.pages[of, : pages.shape[1]] = context, rows, pages
         inputs.copy_(staging, non_blocking=True)
+        if late is not None:
+            with_late(inputs[: form.tokens], (at[late[0]], late[1]))
 
     def _record_prompts(self, form: _Form) -> bool:
         """False, and never again, if the model does something that cannot be recorded; the log then says what."""
@@ -373,6 +380,13 @@ class EngineGraphs:
 
     def _addresses(self) -> list[int]:
         return [getattr(parameter, "codes", parameter).data_ptr() for parameter in self._model.parameters()]
+
+
+def with_late(tokens: Tensor, late: LateTokens | None) -> Tensor:
+    """Puts late tokens among `tokens` [T], in place. −1, where no token could be drawn, becomes 0; the host checks."""
+    if late is not None and len(late[0]):
+        tokens.index_copy_(0, on_device(late[0], tokens.device), late[1].clamp(min=0))
+    return tokens
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:

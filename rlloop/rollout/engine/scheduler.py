@@ -34,8 +34,9 @@ class ScheduledStep:
     counts: np.ndarray  # [S] tokens of each request to compute now, at least 1
     emits: np.ndarray  # [S] bool: the last known token is among them
     alive: np.ndarray  # [S] bool: not ended meanwhile, so its new token counts
-    source: np.ndarray | None = None  # [S] which of the emitting requests of the step before made its token, where that
-    # step is not over and the table does not know the token
+    # [S] of a step scheduled ahead: which of the emitting requests of the step before makes its token, which the table
+    # does not know yet; −1: all its tokens are known
+    source: np.ndarray | None = None
     restores: tuple[tuple[int, int], ...] = ()  # rows of recurrent states to copy before the step, from and to
     saves: tuple[tuple[int, int], ...] = ()  # and after it
     copies: tuple[tuple[int, int, int], ...] = ()  # to do before the step: (from block, to block, leading slots of it)
@@ -127,31 +128,38 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Choose the step's tokens and allocate a slot for each. Empty only when there are no requests."""
-        preempted = self._make_room()
-        table, rows = self.table, self.running
+        self._ahead, preempted = None, self._make_room()
+        return self._step_of(self.running, None, admits=not preempted)
+
+    def _step_of(self, rows: np.ndarray, drawn: np.ndarray | None, admits: bool) -> ScheduledStep:
+        """The step of running `rows`, and of waiting requests if it `admits` them. `drawn` [R]: `ScheduledStep.source`
+        by row of the table."""
+        table = self.table
         copies, self._later = list(self._later.values()), {}
         self._coming.clear()
         context, pending = table.computed[rows], self._pending(rows)
         counts = np.clip(self.max_batch_tokens - (np.cumsum(pending) - pending), 0, pending)
         chosen = counts > 0
         rows, context, counts = rows[chosen], context[chosen], counts[chosen]
+        source = np.full(len(rows), -1) if drawn is None else drawn[rows]
         after, size, ends = context + counts, self.blocks.page_size, table.prompt_length[rows] - 1
         fills = (after // size > context // size) | ((context < ends) & (after >= ends))
-        for index in np.flatnonzero(fills).tolist():
+        for index in np.flatnonzero(fills & (source < 0)).tolist():  # others have no name yet
             self._remember(int(rows[index]), int(context[index]), int(after[index]))
         restores: list[tuple[int, int]] = []
-        if self.waiting and not preempted:
+        if self.waiting and admits:
             admitted = self._admit(self.max_batch_tokens - int(counts.sum()), restores, copies)
             if admitted:
                 new_rows, new_counts = np.array(admitted).T
                 self.running = np.concatenate((self.running, new_rows))
                 now = new_counts > 0
                 rows, counts = np.concatenate((rows, new_rows[now])), np.concatenate((counts, new_counts[now]))
-                context = table.computed[rows]
-        self._ahead, after = None, context + counts
+                context, source = table.computed[rows], np.concatenate((source, np.full(now.sum(), -1)))
+        after = context + counts
         saves = () if self.states is None else rows[(after == self.states.stops[rows]) & (counts > 0)].tolist()
         return ScheduledStep(
-            rows, context, counts, after == table.length[rows], np.ones(len(rows), bool), restores=tuple(restores),
+            rows, context, counts, after == table.length[rows], np.ones(len(rows), bool),
+            source=None if drawn is None else source, restores=tuple(restores),
             saves=tuple((row, self.states.save(row)) for row in saves) if self.states is not None else (),
             copies=tuple(copies),
         )  # fmt: skip
@@ -168,22 +176,21 @@ class Scheduler:
         """Schedule the step after `before`, which is running, so its tokens are not known yet.
 
         A request that turns out to have ended has computed one token in vain. None if the step must wait for `before`:
-        a request could be admitted or must be preempted, or a prompt is unfinished.
+        a request must be preempted or its prompt's logprobs are read, or nothing is known to be left to do.
         """
         self._ahead, table = None, self.table
         rows = self.running[table.length[self.running] < table.max_length[self.running]]
-        emit_index = np.full(len(table.length), -1)
-        emit_index[before.rows[before.emits]] = np.arange(int(before.emits.sum()))
-        source, needy = emit_index[rows], self._without_slot(rows)
-        first = self._next_waiting()
-        alone = first is None or self._place_for(self.waiting[first], 0) is None
-        if not (alone and 0 < len(rows) <= self.max_batch_tokens and (source >= 0).all()):
-            return None
-        if not self.blocks.may_append(len(needy)):
+        needy, first = self._without_slot(rows), self._next_waiting()
+        admits = first is not None and self._place_for(self.waiting[first], 0) is not None
+        scores = table.scored[rows].any() or (first is not None and self.waiting[first].scored is not None)
+        if scores or not (len(rows) or admits) or not self.blocks.may_append(len(needy)):
             return None
         self._append(needy)
-        ones = np.ones(len(rows), np.int64)
-        self._ahead = ScheduledStep(rows, table.computed[rows], ones, ones > 0, ones > 0, source)
+        # Of `before`, requests that have ended since it was scheduled may have left their rows to others.
+        alive = np.flatnonzero(before.alive[before.emits])
+        drawn = np.full(len(table.length), -1)
+        drawn[before.rows[before.emits][alive]] = alive
+        self._ahead = self._step_of(rows, drawn, admits)
         return self._ahead
 
     def advance(self, batch: ScheduledStep) -> None:
@@ -205,10 +212,10 @@ class Scheduler:
         table.tokens[rows, at] = token_ids
         table.logprobs[rows, at] = logprobs[counts]
         table.raw_logprobs[rows, at] = raw_logprobs[counts]
-        if batch.source is not None:  # scheduled before its tokens were known, so its blocks could not be named
-            for row, after in zip(rows.tolist(), at.tolist(), strict=True):
-                if after % self.blocks.page_size == 0:
-                    self._remember(row, after - 1, after)
+        if batch.source is not None:  # blocks that these tokens fill could not be named
+            late = (batch.source[batch.emits][counts] >= 0) & (at % self.blocks.page_size == 0)
+            for row, after in zip(rows[late].tolist(), at[late].tolist(), strict=True):
+                self._remember(row, after - 1, after)
         stopped = (table.stop_ids[rows] == token_ids[:, None]).any(1)
         ended = stopped | (at + 1 == table.max_length[rows])
         if not ended.any():

@@ -101,12 +101,31 @@ def test_one_request_alone_is_decoded_ahead_up_to_its_last_token():
     assert (simulation.overlapped, simulation.wasted, simulation.stats.computed_tokens) == (3, 0, 4)
 
 
-def test_nothing_is_decoded_ahead_where_a_request_could_come_in():
-    simulation = Simulation(num_blocks=3, page_size=4, max_batch_tokens=8, max_running=2, overlap=True)
+def test_a_step_ahead_takes_what_comes_in_and_prompts_in_chunks():
+    simulation = Simulation(num_blocks=8, page_size=4, max_batch_tokens=3, max_running=3, overlap=True)
     simulation.add([1, 2], 6)
+    simulation.step()  # which has begun another one
+    simulation.add([3, 3, 1, 2, 3], 2)
+    simulation.step()
+    assert simulation.flight is not None
+    batch, _ = simulation.flight
+    assert (batch.counts.tolist(), batch.emits.tolist()) == ([1, 2], [True, False])
+    assert batch.source is not None
+    assert batch.source.tolist() == [0, -1]  # the first one's token is not known yet
+    simulation.step()
+    assert simulation.flight is not None
+    assert simulation.flight[0].counts.tolist() == [1, 2]
+    simulation.finish()
+
+
+def test_nothing_is_scheduled_ahead_where_a_request_must_be_preempted():
+    simulation = Simulation(num_blocks=3, page_size=2, max_batch_tokens=8, max_running=2, overlap=True)
+    simulation.add([1, 2], 5)
+    simulation.add([2, 1], 3)
     batch, _ = simulation.start(simulation.schedule())
-    simulation.add([3, 3], 2)  # a block for itself and one for the other to grow by: the last two
+    assert batch.counts.tolist() == [2, 2]  # both need a block for the next token, and one is left
     assert simulation.scheduler.schedule_ahead(batch) is None
+    assert simulation.stats.preemptions == 0
 
 
 @pytest.mark.parametrize("waiting", [True, False])
