@@ -45,6 +45,10 @@ class Run:
     def seed(self) -> int:
         return self.config["seed"]
 
+    @property
+    def last_step(self) -> int:
+        return max((record["step"] for record in self.records), default=0)
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of each record that has a finite value."""
         return [(record["step"], record[name]) for record in self.records if record.get(name) is not None]

@@ -79,6 +79,10 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
                 console.print(_table(title, names[some], [(label, cells[some]) for label, cells in rows]))
         else:
             console.print(f"{title}: no key differs")
+    for run in runs:
+        if (steps := run.config.get("trainer.num_steps")) and run.last_step < steps:
+            said = f"{run.path}: {run.last_step} of {steps} steps; what stands for its end is its last step so far"
+            console.print(said, highlight=False, soft_wrap=True)
     rules = _rules(runs)
     if _judged(arms, doses):
         console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)

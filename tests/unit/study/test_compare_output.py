@@ -38,3 +38,16 @@ def test_collapse_is_judged_only_where_there_was_a_mismatch(tmp_path, capsys, k3
     assert ("Collapse" in out) == ("verdict" in out) == (k3 > 0)
     assert ("Verdict" in page.read_text()) == (k3 > 0)
     assert "reward, held-out" in out
+
+
+def test_runs_that_have_not_ended_are_named(tmp_path, capsys):
+    for seed, last in enumerate((3, 1)):
+        run = tmp_path / f"seed={seed}"
+        run.mkdir()
+        (run / "config.yaml").write_text(f"seed: {seed}\ntrainer:\n  num_steps: 3\n")
+        records = [{"step": step, "reward/mean": 0.5} for step in range(last + 1)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1")]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'seed=1'}: 1 of 3 steps" in out
+    assert f"{tmp_path / 'seed=0'}:" not in out
