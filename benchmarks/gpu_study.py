@@ -66,7 +66,8 @@ class Run(NamedTuple):
     def command(self, folder: Path) -> list[str]:
         return [
             sys.executable, "-m", "rlloop", "train", "--config-name", RECIPES[self.model], "algorithm=gspo",
-            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}", f'run.dir="{folder / self.name}"',
+            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}",
+            f'run.dir="{folder / self.name}"',
         ]  # fmt: skip
 
 
