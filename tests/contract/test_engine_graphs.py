@@ -118,6 +118,22 @@ def test_steps_are_recorded_before_they_come(monkeypatch: pytest.MonkeyPatch, re
     assert replays["prompts"] >= 5
 
 
+def test_what_cannot_be_recorded_stops_no_server(monkeypatch: pytest.MonkeyPatch, replays: Replays) -> None:
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    engine, captured, left = replaying(model, max_running=7), EngineGraphs._captured, iter(range(3))
+
+    def tight(self: EngineGraphs, work: Work) -> tuple[object, tuple[Tensor, ...]]:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return captured(self, work)
+
+    monkeypatch.setattr(EngineGraphs, "_captured", tight)
+    assert engine.prepare() == 3
+    monkeypatch.setattr(EngineGraphs, "_captured", captured)
+    made = engine.generate(*traffic(12))
+    assert [bits(each) for each in made] == [bits(each) for each in Engine(model).generate(*traffic(12))]
+
+
 def test_adapters_by_request_are_replayed(replays: Replays) -> None:
     model = tiny_qwen3(vocab_size=VOCABULARY)
     prompts, sampling = traffic(24)

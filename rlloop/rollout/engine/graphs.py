@@ -112,8 +112,8 @@ class EngineGraphs:
         # ranks it has not been tried.
         profile, alone = model.ops.profile, model.context.layout.world_size == 1
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
-        packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
-        self._records_prompts = own and alone and not packed and model.indexed_layers() == 0
+        self._packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
+        self._records_prompts = own and alone and not self._packed and model.indexed_layers() == 0
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -194,12 +194,22 @@ class EngineGraphs:
     def prepare(self, most: int) -> int:
         """Record the steps of up to `most` requests with at most `LEAST_TOKENS` tokens each; returns their number.
 
-        Not over ranks, where all would have to take part.
+        Not over ranks, where all would have to take part. What does not fit into memory is left out.
         """
         if self._model.context.layout.world_size > 1:
             return 0
+        most = min(most, PREPARED[1]) if self._packed else most  # beyond, graphs keep weights that are unpacked
+        try:
+            self._prepare(most)
+        except RuntimeError as error:
+            logger.warning("%d steps are recorded, others when they come: %s", len(self._recorded), error)
+        return len(self._recorded)
+
+    def _prepare(self, most: int) -> None:
         _, width = self.shape(1, 1)
         for draws, rows in zip((True, False), PREPARED, strict=True):
+            if draws and self._model.ops.profile.token_logprob != "rlloop":
+                continue  # the engine draws
             for size in sorted({rounded(n, finely=draws) for n in range(1, min(rows, most) + 1)}):
                 if (form := _Form(size, width, "none", draws)) not in self._recorded:
                     self._record(form)
@@ -216,7 +226,6 @@ class EngineGraphs:
             hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
             indices = torch.ones(rows, dtype=torch.int64, device=device)
             model.output.sample(model.logits(hidden), LogitsProcessing(), indices, indices)
-        return len(self._recorded)
 
     def shape(self, rows: int, pages: int, *, draws: bool = False) -> tuple[int, int]:
         """Rows and pages of the smallest graph for this many. Graphs that draw keep no logits, so many may exist."""
@@ -307,10 +316,10 @@ class EngineGraphs:
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
             for old in [each for each in self._recorded if each.tokens][:-KEPT]:
                 del self._recorded[old], self._seen[old]
-        except torch.OutOfMemoryError:  # others may fit, and this one later
-            self._seen[form] = 0
-            return False
         except RuntimeError as error:
+            if "out of memory" in str(error):  # others may fit, and this one later
+                self._seen[form] = 0
+                return False
             logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
             self._records_prompts = False
         return self._records_prompts

@@ -155,13 +155,17 @@ class Scheduler:
                 now = new_counts > 0
                 rows, counts = np.concatenate((rows, new_rows[now])), np.concatenate((counts, new_counts[now]))
                 context, source = table.computed[rows], np.concatenate((source, np.full(now.sum(), -1)))
+        if self.waiting and not self._has_slot(self.waiting[0]):
+            self.stats.adapter_waits += 1
         after = context + counts
-        saves = () if self.states is None else rows[(after == self.states.stops[rows]) & (counts > 0)].tolist()
+        saves: dict[int, int] = {}  # where to -> row; of a place that is taken twice, its last owner's alone
+        if self.states is not None:
+            stopped = rows[(after == self.states.stops[rows]) & (counts > 0)].tolist()
+            saves = {self.states.save(row): row for row in stopped}
         return ScheduledStep(
             rows, context, counts, after == table.length[rows], np.ones(len(rows), bool),
             source=None if drawn is None else source, restores=tuple(restores),
-            saves=tuple((row, self.states.save(row)) for row in saves) if self.states is not None else (),
-            copies=tuple(copies),
+            saves=tuple((row, to) for to, row in saves.items()), copies=tuple(copies),
         )  # fmt: skip
 
     def _pending(self, rows: np.ndarray) -> np.ndarray:
@@ -286,8 +290,6 @@ class Scheduler:
             # At once, so that the next request of the same group shares blocks that this very step fills.
             self._remember(row, computed, computed + count)
             admitted.append((row, count))
-        if self.waiting and not self._has_slot(self.waiting[0]):
-            self.stats.adapter_waits += 1
         return admitted
 
     def _next_waiting(self) -> int | None:

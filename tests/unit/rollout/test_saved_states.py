@@ -74,3 +74,23 @@ def test_the_longest_unused_state_gives_way_and_who_leaves_is_not_waited_for() -
     assert states.longest([b"a", b"d"]) == 1
     states.forget()
     assert states.longest([b"a"]) == 0
+
+
+def test_a_step_with_more_prompts_than_places_saves_one_state_in_each(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[3 + i, *PROMPT[1:20]] for i in range(8)]
+    sampling = [SamplingParams(max_tokens=4, seed=i, ignore_eos=True) for i in range(8)]
+    alone = [bits(each) for each in Engine(model, prefix_caching=False).generate(prompts, sampling)]
+    monkeypatch.setattr("rlloop.rollout.engine.engine.SAVED_STATES", 3)
+    copy = PagedCache.copy_states
+
+    def in_any_order(cache: PagedCache, pairs: tuple[tuple[int, int], ...]) -> None:
+        assert len({to for _, to in pairs}) == len(pairs)
+        copy(cache, pairs)
+
+    monkeypatch.setattr(PagedCache, "copy_states", in_any_order)
+    engine = Engine(model, page_size=8)
+    for _ in range(2):
+        assert [bits(each) for each in engine.generate(prompts, sampling)] == alone
+    assert engine.stats().cached_tokens > 0
