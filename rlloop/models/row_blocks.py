@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from rlloop.models.layers import Mlp, PlainMlp, Step
@@ -63,7 +62,6 @@ class _InBlocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, *tensors), (grad,), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
         leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs[2:], strict=True)]
