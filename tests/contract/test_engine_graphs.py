@@ -24,6 +24,7 @@ from rlloop.rollout.engine.drawing import to_host
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import EngineGraphs
 from rlloop.rollout.engine.kv_cache import PagedCache
+from rlloop.rollout.engine.scheduler import ScheduledStep
 from rlloop.types import SamplingParams
 from tests.support.adapters import random_adapter
 from tests.support.checkpoints import make_checkpoint
@@ -102,6 +103,31 @@ def test_families_are_replayed(tmp_path: Path, replays: Replays, family: str) ->
     for one, other in zip(made, plain, strict=True):
         if one.routed_experts is not None and other.routed_experts is not None:
             assert one.routed_experts.tobytes() == other.routed_experts.tobytes()
+    assert replays["prompts"] >= 5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "nemotron_h"])
+def test_states_are_saved_and_read_by_steps_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: Replays, family: str
+) -> None:
+    monkeypatch.setattr(engine_module, "SAVED_STATES", 3)  # of four prefixes
+    make_checkpoint(tmp_path, family)
+    model = load_model(tmp_path)
+    prompts = [[5 + at % 4, *range(7, 16), 16 + at % 3][: 11 - at % 2] for at in range(24)]
+    sampling = [SamplingParams(max_tokens=2 + at % 5, seed=at, ignore_eos=True) for at in range(24)]
+    plain = [bits(each) for each in Engine(model, prefix_caching=False).generate(prompts, sampling)]
+    engine, ahead = replaying(model, max_running=4, max_batch_tokens=16, page_size=4), Counter[str]()
+    schedule_ahead = engine._scheduler.schedule_ahead
+
+    def counted(before: ScheduledStep) -> ScheduledStep | None:
+        if (step := schedule_ahead(before)) is not None and step.source is not None:
+            ahead.update(prompts=bool((step.source < 0).any()), restores=len(step.restores), saves=len(step.saves))
+        return step
+
+    monkeypatch.setattr(engine._scheduler, "schedule_ahead", counted)
+    for _ in range(2):
+        assert [bits(each) for each in engine.generate(prompts, sampling)] == plain
+    assert min(ahead["prompts"], ahead["restores"], ahead["saves"]) > 0
     assert replays["prompts"] >= 5
 
 
