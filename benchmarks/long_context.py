@@ -390,7 +390,8 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         save_random(config, folder)
-        sides = ["rl"] if args.rl else [side for side in SIDES if side not in args.without]
+        # Ours last: it has what is left where the peer runs out of memory.
+        sides = ["rl"] if args.rl else [side for side in reversed(SIDES) if side not in args.without]
         found: Found = {side: {} for side in SIDES}
         steps: list[dict[str, Any]] = []
         alone: list[float] = []
