@@ -13,7 +13,7 @@ from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
 from rlloop.models.layers import Cache, Mlp, Norm, PlainMlp, Step, Weight
 from rlloop.models.recurrent import DeltaNet, Mamba
-from rlloop.models.row_blocks import dense
+from rlloop.models.row_blocks import in_blocks
 from rlloop.models.stages import Stage
 from rlloop.numerics.layout import DecoderWeights
 from rlloop.numerics.ops import Ops
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
         x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
-        return dense(self.mlp, x, step) if isinstance(self.mlp, Mlp) else self.mlp(x, step), stream
+        return in_blocks(self.mlp, x, step), stream
 
     def _decoded(self, delta: Tensor, stream: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor] | None:
         """`Ops.decoder_layer`."""
@@ -100,7 +100,7 @@ class Block(nn.Module):
     def forward(self, delta: Tensor, stream: Tensor | None, step: Step, summed: bool = False) -> tuple[Tensor, Tensor]:
         """As `Layer.forward`."""
         x, stream = _first_norm(delta, stream, self.norm, self.eps, step, summed)
-        return dense(self.mixer, x, step) if isinstance(self.mixer, PlainMlp) else self.mixer(x, step), stream
+        return in_blocks(self.mixer, x, step), stream
 
 
 def _first_norm(

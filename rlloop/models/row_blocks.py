@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from rlloop.models.layers import Mlp, PlainMlp, Step
@@ -23,10 +23,12 @@ from rlloop.numerics.ops import Ops
 ROWS = 32768  # of a block, and of the longest sequence that is made whole
 
 
-def dense(mlp: Mlp | PlainMlp, x: Tensor, step: Step) -> Tensor:
-    """`mlp(x, step)`, x [T, D]; in blocks where that saves memory and rows are independent."""
+def in_blocks(mlp: nn.Module, x: Tensor, step: Step) -> Tensor:
+    """`mlp(x, step)`, x [T, D]; in blocks if it is a dense MLP, where that saves memory and rows are independent."""
     ops = step.ops
-    if not step.recomputed or len(x) <= ROWS or type(ops) is not Ops or ops.profile.linear != "rlloop":
+    if not isinstance(mlp, Mlp | PlainMlp) or not step.recomputed or len(x) <= ROWS:
+        return mlp(x, step)
+    if type(ops) is not Ops or ops.profile.linear != "rlloop":
         return mlp(x, step)
     weights = dict(mlp.named_parameters())
     if ops.row_slots(x) is not None or any(isinstance(each, Fp8Weight) for each in weights.values()):

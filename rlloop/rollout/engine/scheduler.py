@@ -185,16 +185,16 @@ class Scheduler:
         self._ahead, table = None, self.table
         rows = self.running[table.length[self.running] < table.max_length[self.running]]
         needy, first = self._without_slot(rows), self._next_waiting()
-        admits = first is not None and self._place_for(self.waiting[first], 0) is not None
+        idle = not len(rows) and (first is None or self._place_for(self.waiting[first], 0) is None)
         scores = table.scored[rows].any() or (first is not None and self.waiting[first].scored is not None)
-        if scores or not (len(rows) or admits) or not self.blocks.may_append(len(needy)):
+        if scores or idle or not self.blocks.may_append(len(needy)):
             return None
         self._append(needy)
         # Of `before`, requests that have ended since it was scheduled may have left their rows to others.
         alive = np.flatnonzero(before.alive[before.emits])
         drawn = np.full(len(table.length), -1)
         drawn[before.rows[before.emits][alive]] = alive
-        self._ahead = self._step_of(rows, drawn, admits)
+        self._ahead = self._step_of(rows, drawn, admits=True)
         return self._ahead
 
     def advance(self, batch: ScheduledStep) -> None:

@@ -134,7 +134,7 @@ def test_bfloat16_sums_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None
     errors = {}
     for rows in (512, 32):
         monkeypatch.setattr(row_blocks, "ROWS", rows)
-        (found,) = torch.autograd.grad(row_blocks.dense(mlp, x, step), [mlp.down_proj.weight], grad)
+        (found,) = torch.autograd.grad(row_blocks.in_blocks(mlp, x, step), [mlp.down_proj.weight], grad)
         errors[rows] = float((found.double() - exact).norm() / exact.norm())
     parts = sum((grad[at : at + 32].double().T @ inner[at : at + 32].double()).bfloat16() for at in range(0, 512, 32))
     assert errors[32] < 1.01 * errors[512]

@@ -85,11 +85,11 @@ def test_a_step_with_more_prompts_than_places_saves_one_state_in_each(
     monkeypatch.setattr("rlloop.rollout.engine.engine.SAVED_STATES", 3)
     copy = PagedCache.copy_states
 
-    def in_any_order(cache: PagedCache, pairs: tuple[tuple[int, int], ...]) -> None:
+    def to_different_places(cache: PagedCache, pairs: tuple[tuple[int, int], ...]) -> None:
         assert len({to for _, to in pairs}) == len(pairs)
         copy(cache, pairs)
 
-    monkeypatch.setattr(PagedCache, "copy_states", in_any_order)
+    monkeypatch.setattr(PagedCache, "copy_states", to_different_places)
     engine = Engine(model, page_size=8)
     for _ in range(2):
         assert [bits(each) for each in engine.generate(prompts, sampling)] == alone
