@@ -78,8 +78,8 @@ def runs_of(models: list[str], lrs: list[str], seeds: int, arms: list[str] | Non
         for model in models
         for lr in lrs
         for arm in ARMS[model]
-        if arms is None or arm in arms
         for seed in range(seeds)
+        if arms is None or arm in arms or f"{arm},seed={seed}" in arms
     ]
 
 
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", choices=RECIPES, nargs="+", default=list(RECIPES))
     parser.add_argument("--lr", nargs="+", default=["2e-4"], help="rates of learning")
-    parser.add_argument("--arms", nargs="+", help="some of them")
+    parser.add_argument("--arms", nargs="+", help="some of them; ARM,seed=N: a single run")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm, from 0 on")
     parser.add_argument("--slots", type=int, default=4, help="runs at a time on each GPU")
     parser.add_argument("--list", action="store_true", help="print the runs' commands")

@@ -74,14 +74,16 @@ def main() -> None:
         y = tp.gather(kernels.linear(a, o_r, None), -1)
         return tp.gather(kernels.linear(tp.gather(kernels.gated_linear(y, gate_r, up_r), -1), down_r, None), -1)
 
+    meeting = peers.Meeting(memory.flags, memory.round, tp.rank)
+
     def met(buffer: Tensor) -> Tensor:
-        peers.meet(memory.flags, memory.round, tp.rank)
+        peers.meet(meeting)
         return buffer
 
     def into(x: Tensor, columns: int) -> Tensor:
         to = memory.buffer(len(x), columns, tp.rank * x.shape[1])
-        peers.write(x, to.places, columns)
-        return met(to.whole)
+        peers.write(x, to.places, columns, meeting=meeting)
+        return to.whole
 
     def product_into(x: Tensor, w: Tensor, columns: int) -> Tensor:
         to = memory.buffer(len(x), columns, tp.rank * len(w))

@@ -48,13 +48,15 @@ class Layer(nn.Module):
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
         `summed`: it has been, and there is no `stream`."""
         ops, cache = step.ops, step.cache
-        one_each = len(delta) == len(step.layout.context)  # one token a sequence
+        one_each = len(delta) == len(step.layout.context) and step.read is None  # one token a sequence
         if cache is not None and one_each and self._simple and type(ops) is Ops:  # subclasses depart
             made = self._decoded(delta, stream, step, cache)
             if made is not None:
                 return made
         x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
+        if step.read is not None:
+            attended, stream = attended[step.read], stream[step.read]
         x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
         return in_blocks(self.mlp, x, step), stream
 
@@ -113,6 +115,12 @@ def _first_norm(
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm: Hugging Face's `model.` prefix. A pipeline stage has its share of them."""
+
+    @property
+    def ends_with_mlp(self) -> bool:
+        """True if the model's last layer is on this stage and ends with a dense MLP, whose rows nothing else needs."""
+        last = list(self.layers.values())[-1] if self.stage.last else None
+        return isinstance(last, Layer) and isinstance(last.mlp, Mlp)
 
     def __init__(self, config: ModelConfig, context: ParallelContext) -> None:
         super().__init__()

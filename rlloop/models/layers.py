@@ -49,6 +49,7 @@ class Step:
     recomputed: bool = False  # the layer is made again in the backward pass
     even: bool = False  # all ranks have the same number of tokens, so the host need not exchange sizes
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
+    read: Tensor | None = None  # [R] int64: the tokens whose results are read, in the last layer, if not all are
 
     def of_slots(self, slots: Tensor) -> Step:
         """The same step for other rows, whose adapters are in these slots."""

@@ -34,7 +34,8 @@ class PeerGathers:
         from rlloop.parallel.peers import PeerMemory
 
         self.numbers, self._kernels, self._before = numbers, peers, before
-        self._memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
+        self._memory = memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
+        self._meeting = peers.Meeting(memory.flags, memory.round, ranks.rank)
 
     def begin(self) -> None:
         """Start a forward: results of the one before are no longer read."""
@@ -43,7 +44,9 @@ class PeerGathers:
 
     def gather(self, columns: Tensor, division: Division) -> Tensor:
         """[T, n] own columns -> [T, N]."""
-        return self._made(columns, division, lambda to: self._kernels.write(columns, to.places, division.count))
+        to = self._buffer(columns, division)
+        self._kernels.write(columns, to.places, division.count, meeting=self._meeting)
+        return to.whole
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division) -> Tensor:
         """x [T, K], own rows of weight and bias -> [T, N]."""
@@ -74,13 +77,15 @@ class PeerGathers:
         )
 
     def _made(self, x: Tensor, division: Division, make: Callable[[Buffer], None]) -> Tensor:
-        to = self._memory.buffer(len(x), division.count, division.own[0][0])
-        make(to)
+        make(to := self._buffer(x, division))
         self._meet()
         return to.whole
 
+    def _buffer(self, x: Tensor, division: Division) -> Buffer:
+        return self._memory.buffer(len(x), division.count, division.own[0][0])
+
     def _meet(self) -> None:
-        self._kernels.meet(self._memory.flags, self._memory.round, self._memory.ranks.rank)
+        self._kernels.meet(self._meeting)
 
 
 def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:

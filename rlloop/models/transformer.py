@@ -316,6 +316,7 @@ class Model(nn.Module):
         even: bool = False,
         adapters: AdapterSlots | None = None,
         images: PlacedFeatures | None = None,
+        read: Tensor | None = None,
     ) -> Tensor:
         """Last hidden states of flat tokens, normed. tokens and positions [T] int64 -> [T, D].
 
@@ -328,7 +329,8 @@ class Model(nn.Module):
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
         `adapters` says which adapter each token has, in this forward; None: all have the model's own, if it has one.
-        `images`: features (`see`) in place of tokens; not over several ranks.
+        `images`: features (`see`) in place of tokens; not over several ranks. `read` [R] int64: of these tokens alone,
+        -> [R, D]; the last layer's MLP is not made for others where it is dense. Not of context-parallel ranks.
 
         Positions are [T], or [3, T] of a model whose rope has sections (MRoPE). Raises `ConfigError` for others.
         """
@@ -362,14 +364,19 @@ class Model(nn.Module):
                 delta.requires_grad_()  # ranks meet in the backward of every layer, also below the first adapted one
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
-        recompute = self._recompute
+        recompute, last = self._recompute, self.config.num_layers - 1
+        fewer = adapters is None and images is None and type(ops) is Ops and self.model.ends_with_mlp
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):
+            if layer == last and fewer:
+                step = replace(step, read=read)
             delta, stream = recompute.decoder_layer(layer, module, delta, stream, step)
             if images is not None:
                 delta, stream = images.added(layer, delta, stream)
         if self.model.norm is None:
-            return self.stage.end(delta, stream, step)
-        return self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)[0]
+            hidden = self.stage.end(delta, stream, step)
+        else:
+            hidden, _ = self.ops.rms_norm(delta, self.model.norm.scale, self.config.rms_norm_eps, stream)
+        return hidden if read is None or step.read is not None else hidden[read]
 
     def see(self, images: Sequence[Image]) -> list[Tensor]:
         """Features [1 + L, F, D] of each image: embeddings, then what the first L layers add. Differentiable where the

@@ -74,6 +74,7 @@ class LatentModel(nn.Module):
         routes=None,
         adapters=None,
         images=None,
+        read=None,
     ):
         ops, x, rest = self.ops, self.embed[tokens], None
         for layer in range(LAYERS):
@@ -84,7 +85,8 @@ class LatentModel(nn.Module):
             if cache is not None:
                 (latent,) = cache.write(layer, latent=latent)
             x = ops.linear(ops.attention(q, latent, latent, layout, WIDTH**-0.5).flatten(1), self.out[layer])
-        return ops.rms_norm(x, self.norm, 1e-6, rest)[0]
+        hidden = ops.rms_norm(x, self.norm, 1e-6, rest)[0]
+        return hidden if read is None else hidden[read]
 
     def logits(self, hidden: Tensor, adapters=None):
         return self.ops.logits(hidden, self.head)

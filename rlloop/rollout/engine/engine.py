@@ -331,14 +331,16 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         else:
             tokens_now = table.tokens[batch.rows[sequence], index]
             of_tokens = None if slots_of is None else slots_of[sequence]
-            hidden = self._hidden(batch, query_start, tokens_now, positions, slots, block_start, of_tokens, late)
+            where, last = (tokens_now, positions, slots, block_start, of_tokens, late), end[batch.emits] - 1
+            hidden = self._hidden(batch, query_start, *where, read=None if scores else last)
             if scores:
                 self._score_prompts(batch, query_start, hidden)
-            last, vocabulary = self._picked(hidden, end[batch.emits] - 1), self.model.vocab_size
+                hidden = self._picked(hidden, last)
+            vocabulary = self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
             adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
-            spans = (slice(begin, begin + at_once) for begin in range(0, len(last), at_once))
-            logits = (self.model.logits(last[span], adapters and adapters.at(span)) for span in spans)
+            spans = (slice(begin, begin + at_once) for begin in range(0, len(hidden), at_once))
+            logits = (self.model.logits(hidden[span], adapters and adapters.at(span)) for span in spans)
             token_ids, drawn = self._sample(logits, emitting, self._warp(emitting))
         self._cache.copy_states(batch.saves)
         self._scheduler.advance(batch)
@@ -353,14 +355,15 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def _hidden(
         self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
         slots: np.ndarray, block_start: np.ndarray, slots_of: np.ndarray | None, late: LateTokens | None,
+        read: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
-        """Last hidden states [T, D]. `slots_of` [T]: adapters' slots."""
+        """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
         images = self._images.placed(self._scheduler.table, batch, query_start)
         decodes = 0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size)
         if self._graphs is not None and images is None and positions.ndim == 1 and self._together.size == 1:
             where = (positions, slots, batch.counts, batch.context, block_start, batch.rows, decodes, late)
             if (hidden := self._graphs.hidden(token_ids, slots_of, *where)) is not None:
-                return hidden
+                return hidden if read is None else self._picked(hidden, read)
         self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
         layout = AttentionLayout(
             query_start=self._tensor(query_start),
@@ -373,10 +376,14 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         routes = None if self._choices is None else RoutingRecord()
         adapters = self._adapters.on_device(slots_of, self._device)
         tokens, at = with_late(self._tensor(token_ids), late), self._tensor(positions)
-        hidden = self.model.hidden(tokens, at, layout, self._cache, routes=routes, adapters=adapters, images=images)
+        some = None  # kernels want a row at least
+        if read is not None and len(read) < len(tokens):
+            some = self._tensor(read if len(read) else np.array([len(tokens) - 1]))
+        kept = {"routes": routes, "adapters": adapters, "images": images, "read": some}
+        hidden = self.model.hidden(tokens, at, layout, self._cache, **kept)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
-        return hidden
+        return hidden if read is None else hidden[: len(read)]
 
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())

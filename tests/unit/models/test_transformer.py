@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, load_model, score, token_logprobs
+from rlloop.models.adapter_weights import Adapter
 from rlloop.models.scoring import ScoreRow
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import NumericsProfile
@@ -16,6 +17,7 @@ from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout
 from rlloop.types import SamplingParams
+from tests.support.adapters import random_adapter
 from tests.support.checkpoints import FAMILIES, make_checkpoint
 
 REFERENCE = NumericsProfile.preset("reference")
@@ -76,6 +78,29 @@ def test_hidden_states_in_chunks_over_a_cache_have_the_bits_of_one_pass(folder: 
     assert done == lengths
     for one, many in zip(whole, parts, strict=True):
         assert torch.equal(one.view(torch.uint8), torch.cat(many).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "dense"), [("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False), ("nemotron_h", False)]
+)
+def test_hidden_states_of_the_tokens_that_are_read(tmp_path: Path, family: str, dense: bool, dtype: str) -> None:
+    make_checkpoint(tmp_path, family)
+    base = load_model(tmp_path, dtype=dtype)
+    adapted = base.with_adapter(Adapter(random_adapter(base, 3), base.adapter_targets()))
+    tokens, layout = torch.arange(70) % 50 + 3, AttentionLayout.of_sequences([41, 29])
+    positions = torch.cat((torch.arange(41), torch.arange(29)))
+    for model in (base, adapted) if dense else (base,):
+        rows: list[int] = []
+        last = list(model.model.layers.values())[-1]
+        hook = getattr(last, "mlp", last).register_forward_hook(lambda _, given, __, rows=rows: rows.append(len(given[0])))
+        with torch.no_grad():
+            whole = model.hidden(tokens, positions, layout)
+            for read in ([69], [40, 69], [0, 3, 40, 41], list(range(69))):
+                some = model.hidden(tokens, positions, layout, read=torch.tensor(read))
+                assert torch.equal(some, whole[read])
+                assert rows[-1] == (len(read) if dense else 70)
+        hook.remove()
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from rlloop.errors import ConfigError
+from rlloop.models import load_model
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Alternatives, Completion, Part, SamplingParams
+from tests.support.checkpoints import make_checkpoint
 from tests.support.latent_model import PROMPTS, VOCABULARY, LatentModel, longest, same
 
 EOS = LatentModel.eos_token_ids[0]
@@ -46,6 +48,19 @@ def test_greedy_takes_the_argmax_of_a_full_forward(model):
     assert completion.token_ids == logprobs.argmax(-1).tolist()
     np.testing.assert_allclose(completion.logprobs, logprobs.amax(-1).numpy(), atol=1e-5)
     assert completion.logprobs.tobytes() == completion.raw_logprobs.tobytes()
+
+
+def test_a_prompts_last_mlp_is_made_for_its_last_token_alone(tmp_path):
+    make_checkpoint(tmp_path)
+    model, rows = load_model(tmp_path), list[int]()
+    expected = Engine(load_model(tmp_path)).generate(PROMPTS, longest(max_tokens=3))
+    last = list(model.model.layers.values())[-1]
+    last.mlp.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    engine = Engine(model, max_batch_tokens=16, prefix_caching=False)
+    made = engine.generate(PROMPTS, longest(max_tokens=3))
+    assert all(map(same, made, expected))
+    assert rows
+    assert max(rows) <= len(PROMPTS)
 
 
 def test_a_seed_repeats_a_completion_and_another_changes_it(model):

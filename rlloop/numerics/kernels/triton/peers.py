@@ -6,6 +6,7 @@ A rank writes its columns straight into every rank's buffer, then all meet. Noth
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +23,34 @@ SPLIT_ROWS = 2048  # from here on half of the rows of a gated product travel whi
 SENDERS = 32  # programs that send the first half: enough for most of NVLink's bandwidth, and few multiprocessors
 
 
-@triton.jit(do_not_specialize=["rows", "first_row"])
+class Meeting(NamedTuple):
+    """Where the ranks of a group say that they are here."""
+
+    flags: Tensor  # [R] int64: addresses of R int64 each, zero at first
+    round: Tensor  # [1] int64, zero at first
+    rank: int
+
+
+@triton.jit
+def _met(flags, round, rank, RANKS: tl.constexpr, WIDE: tl.constexpr):
+    """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
+    now, other = tl.load(round) + 1, tl.arange(0, WIDE)
+    there = other < RANKS
+    # A rank a lane: a word to another GPU takes a microsecond or two, and they are all under way at once.
+    theirs = tl.load(flags + other, there, 0).to(round.dtype) + rank
+    tl.atomic_xchg(theirs, tl.zeros((WIDE,), tl.int64) + now, there, sem="release", scope="sys")
+    mine, behind = tl.load(flags + rank).to(round.dtype) + other, 1
+    while behind > 0:
+        seen = tl.atomic_add(mine, tl.zeros((WIDE,), tl.int64), there, sem="acquire", scope="sys")
+        behind = tl.max(tl.where(there & (seen < now), 1, 0), 0)
+    tl.store(round, now)
+
+
+@triton.jit(do_not_specialize=["rows", "first_row", "rank"])
 def _write(
-    x, gate, addresses, rows, width, x_stride, stride, first_row, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PLACES: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x, gate, addresses, rows, width, x_stride, stride, first_row, flags, round, rank, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, MEETS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
@@ -43,27 +68,36 @@ def _write(
         to = (row + first_row).to(tl.int64)[:, None] * stride + column[None, :]
         for index in tl.static_range(PLACES):
             tl.store(tl.multiple_of(tl.load(addresses + index).to(x.dtype), 16) + to, values, inside)
+    if MEETS:
+        tl.debug_barrier()  # the flags tell of all threads' copies
+        _met(flags, round, rank, PLACES, WIDE)
 
 
 def write(
-    x: Tensor, addresses: Tensor, stride: int, gate: Tensor | None = None, first_row: int = 0, programs: int = 1 << 20
+    x: Tensor, addresses: Tensor, stride: int, gate: Tensor | None = None, first_row: int = 0, programs: int = 1 << 20,
+    meeting: Meeting | None = None,
 ) -> None:  # fmt: skip
     """x [T, N], whose rows may lie apart, to each of `addresses` [P] int64, rows `stride` numbers apart there,
     from row `first_row` on, by at most so many programs.
 
-    `gate` [T, N], of x's strides: `silu_mul(gate, x)` in place of x.
+    `gate` [T, N], of x's strides: `silu_mul(gate, x)` in place of x. `meeting`: then `meet`, by the same launch where
+    one program copies all.
     """
     rows, width = x.shape
-    block = min(1024, power_of_two(width))
+    block = min(1024 if rows > 1 else NUMBERS, power_of_two(width))
     height = max(1, min(NUMBERS // block, power_of_two(rows)))
     tasks = triton.cdiv(rows, height) * triton.cdiv(width, block)
     early = hopper(x.device) and programs >= tasks  # fewer are on a stream of their own
+    one, places = meeting is not None and tasks == 1, len(addresses)
+    flags, round, rank = meeting or (addresses, addresses, 0)
     if rows:
         _write[(min(programs, tasks),)](
-            x, x if gate is None else gate, addresses, rows, width, x.stride(0), stride, first_row, ROWS=height,
-            BLOCK=block, PLACES=len(addresses), GATED=gate is not None, EARLY=early, num_warps=8, launch_pdl=early,
-            **EXACT,
+            x, x if gate is None else gate, addresses, rows, width, x.stride(0), stride, first_row, flags, round, rank,
+            ROWS=height, BLOCK=block, PLACES=places, WIDE=power_of_two(places), GATED=gate is not None, MEETS=one,
+            EARLY=early, num_warps=8, launch_pdl=early, **EXACT,
         )  # fmt: skip
+    if meeting is not None and not one:
+        meet(meeting)
 
 
 @triton.jit(do_not_specialize=["begin", "end"])
@@ -96,31 +130,16 @@ def write_chosen(x: Tensor, chosen: Tensor, begin: int, end: int, addresses: Ten
 
 @triton.jit
 def _meet(flags, round, rank, RANKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
-    """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    now, other = tl.load(round) + 1, tl.arange(0, WIDE)
-    there = other < RANKS
-    # A rank a lane: a word to another GPU takes a microsecond or two, and they are all under way at once.
-    theirs = tl.load(flags + other, there, 0).to(round.dtype) + rank
-    tl.atomic_xchg(theirs, tl.zeros((WIDE,), tl.int64) + now, there, sem="release", scope="sys")
-    mine, behind = tl.load(flags + rank).to(round.dtype) + other, 1
-    while behind > 0:
-        seen = tl.atomic_add(mine, tl.zeros((WIDE,), tl.int64), there, sem="acquire", scope="sys")
-        behind = tl.max(tl.where(there & (seen < now), 1, 0), 0)
-    tl.store(round, now)
+    _met(flags, round, rank, RANKS, WIDE)
 
 
-def meet(flags: Tensor, round: Tensor, rank: int) -> None:
-    """Waits, on the device, until every rank is here: what each wrote before has arrived.
-
-    flags [R] int64: addresses of R int64 each, zero at first; round [1] int64, zero at first.
-    """
-    early, ranks = hopper(flags.device), len(flags)
-    _meet[(1,)](
-        flags, round, rank, RANKS=ranks, WIDE=power_of_two(ranks), EARLY=early, num_warps=1, launch_pdl=early
-    )  # fmt: skip
+def meet(meeting: Meeting) -> None:
+    """Waits, on the device, until every rank is here: what each wrote before has arrived."""
+    early, ranks = hopper(meeting.flags.device), len(meeting.flags)
+    _meet[(1,)](*meeting, RANKS=ranks, WIDE=power_of_two(ranks), EARLY=early, num_warps=1, launch_pdl=early)
 
 
 def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, addresses: Tensor) -> None:
