@@ -36,6 +36,7 @@ from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_t
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
+from rlloop.rollout.engine.step_inputs import StepInputs
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -305,36 +306,28 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         table = self._scheduler.table
         self._cache.copy_states(batch.restores)
         self._copy_tails(batch.copies)
-        end = np.cumsum(batch.counts)
-        query_start = np.concatenate(([0], end))
-        sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)  # [T] which request each flat token is of
-        index = np.arange(end[-1]) - query_start[sequence] + batch.context[sequence]  # [T] in its sequence
-        positions = table.rope_positions(batch.rows, batch.context, batch.counts, index)
-        blocks = -(-int((batch.context + batch.counts).max()) // self.page_size)
-        block_start = table.blocks[batch.rows, :blocks] * self.page_size
-        slots = block_start[sequence, index // self.page_size] + index % self.page_size
+        inputs = StepInputs.of(batch, table, self.page_size)
         emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
-        late = None if tokens_before is None else self._late(batch, query_start, tokens_before)
+        late = None if tokens_before is None else self._late(batch, inputs, tokens_before)
         scores = bool(table.scored[batch.rows].any())
-        decodes = len(emitting) == end[-1] and positions.ndim == 1 and not scores  # one token each
+        decodes = len(emitting) == len(inputs.index) and inputs.positions.ndim == 1 and not scores  # one token each
         if self._graphs is not None and decodes and not eager:
-            if late is not None and len(late[0]) == len(index):
+            if late is not None and len(late[0]) == len(inputs.index):
                 _, tokens = late
             else:
-                tokens = with_late(self._tensor(table.tokens[batch.rows, index]), late)
-            where = (tokens, slots_of, index, positions, slots, block_start, batch.rows)
+                tokens = with_late(self._tensor(inputs.tokens), late)
+            where = (inputs.index, inputs.positions, inputs.slots, inputs.block_start, batch.rows)
             warp = self._warp(emitting)
             if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
-                token_ids, drawn = self._graphs.draw(*where, table.seed[emitting])
+                token_ids, drawn = self._graphs.draw(tokens, slots_of, *where, table.seed[emitting])
             else:
-                token_ids, drawn = self._sample([self._graphs.logits(*where)], emitting, warp)
+                token_ids, drawn = self._sample([self._graphs.logits(tokens, slots_of, *where)], emitting, warp)
         else:
-            tokens_now = table.tokens[batch.rows[sequence], index]
-            of_tokens = None if slots_of is None else slots_of[sequence]
-            where, last = (tokens_now, positions, slots, block_start, of_tokens, late), end[batch.emits] - 1
-            hidden = self._hidden(batch, query_start, *where, read=None if scores else last)
+            of_tokens = None if slots_of is None else slots_of[inputs.sequence]
+            last = inputs.query_start[1:][batch.emits] - 1
+            hidden = self._hidden(batch, inputs, of_tokens, late, None if scores else last)
             if scores:
-                self._score_prompts(batch, query_start, hidden)
+                self._score_prompts(batch, inputs.query_start, hidden)
                 hidden = self._picked(hidden, last)
             vocabulary = self.model.vocab_size
             at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
@@ -353,34 +346,33 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
                 store.copy_slots(source, target)
 
     def _hidden(
-        self, batch: ScheduledStep, query_start: np.ndarray, token_ids: np.ndarray, positions: np.ndarray,
-        slots: np.ndarray, block_start: np.ndarray, slots_of: np.ndarray | None, late: LateTokens | None,
+        self, batch: ScheduledStep, inputs: StepInputs, slots_of: np.ndarray | None, late: LateTokens | None,
         read: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
-        images = self._images.placed(self._scheduler.table, batch, query_start)
-        decodes = 0 if self._graphs is None else decoding(batch.counts, block_start.shape[1] * self.page_size)
-        if self._graphs is not None and images is None and positions.ndim == 1 and self._together.size == 1:
-            where = (positions, slots, batch.counts, batch.context, block_start, batch.rows, decodes, late)
-            if (hidden := self._graphs.hidden(token_ids, slots_of, *where)) is not None:
+        images = self._images.placed(self._scheduler.table, batch, inputs.query_start)
+        decodes = 0 if self._graphs is None else decoding(batch.counts, inputs.block_start.shape[1] * self.page_size)
+        if self._graphs is not None and images is None and inputs.positions.ndim == 1 and self._together.size == 1:
+            at = (inputs.positions, inputs.slots, batch.counts, batch.context, inputs.block_start)
+            if (hidden := self._graphs.hidden(inputs.tokens, slots_of, *at, batch.rows, decodes, late)) is not None:
                 return hidden if read is None else self._picked(hidden, read)
-        self._cache.slots, self._cache.rows = self._tensor(slots), self._tensor(batch.rows)
+        self._cache.slots, self._cache.rows = self._tensor(inputs.slots), self._tensor(batch.rows)
         layout = AttentionLayout(
-            query_start=self._tensor(query_start),
+            query_start=self._tensor(inputs.query_start),
             context=self._tensor(batch.context),
-            block_start=self._tensor(block_start),
+            block_start=self._tensor(inputs.block_start),
             block_size=self.page_size,
             contiguous=False,
             decoding=decodes,
         )
         routes = None if self._choices is None else RoutingRecord()
         adapters = self._adapters.on_device(slots_of, self._device)
-        tokens, at = with_late(self._tensor(token_ids), late), self._tensor(positions)
+        tokens, positions = with_late(self._tensor(inputs.tokens), late), self._tensor(inputs.positions)
         some = None  # kernels want a row at least
         if read is not None and len(read) < len(tokens):
             some = self._tensor(read if len(read) else np.array([len(tokens) - 1]))
         kept = {"routes": routes, "adapters": adapters, "images": images, "read": some}
-        hidden = self.model.hidden(tokens, at, layout, self._cache, **kept)
+        hidden = self.model.hidden(tokens, positions, layout, self._cache, **kept)
         if self._choices is not None and routes is not None:
             self._choices.write(self._cache.slots, routes)
         return hidden if read is None else hidden[: len(read)]
@@ -388,11 +380,11 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
-    def _late(self, batch: ScheduledStep, query_start: np.ndarray, drawn: Tensor) -> LateTokens:
+    def _late(self, batch: ScheduledStep, inputs: StepInputs, drawn: Tensor) -> LateTokens:
         """Of a step scheduled ahead, the tokens that only the device knows: `drawn` [E] by the step before."""
         assert batch.source is not None
         unknown = batch.source >= 0
-        return query_start[:-1][unknown], self._picked(drawn, batch.source[unknown])
+        return inputs.query_start[:-1][unknown], self._picked(drawn, batch.source[unknown])
 
     def _picked(self, rows: Tensor, source: np.ndarray) -> Tensor:
         return rows if np.array_equal(source, np.arange(len(rows))) else rows[self._tensor(source)]

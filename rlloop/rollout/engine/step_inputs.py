@@ -1,0 +1,35 @@
+"""Where the tokens of a scheduled step are: in their sequences, in the cache, and beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlloop.rollout.engine.request import RequestTable
+from rlloop.rollout.engine.scheduler import ScheduledStep
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """T flat tokens of S requests, one request after the other; all int64."""
+
+    query_start: np.ndarray  # [S + 1] where each request's tokens begin
+    sequence: np.ndarray  # [T] the request of each token
+    index: np.ndarray  # [T] its place in the request
+    tokens: np.ndarray  # [T]; of a step scheduled ahead, some are not known yet
+    positions: np.ndarray  # [T], or [3, T]: for the rope
+    slots: np.ndarray  # [T] of the cache
+    block_start: np.ndarray  # [S, B] first slots of each request's pages
+
+    @classmethod
+    def of(cls, batch: ScheduledStep, table: RequestTable, page_size: int) -> StepInputs:
+        query_start = np.concatenate(([0], np.cumsum(batch.counts)))
+        sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)
+        index = np.arange(query_start[-1]) - query_start[sequence] + batch.context[sequence]
+        blocks = -(-int((batch.context + batch.counts).max()) // page_size)
+        block_start = table.blocks[batch.rows, :blocks] * page_size
+        slots = block_start[sequence, index // page_size] + index % page_size
+        positions = table.rope_positions(batch.rows, batch.context, batch.counts, index)
+        tokens = table.tokens[batch.rows[sequence], index]
+        return cls(query_start, sequence, index, tokens, positions, slots, block_start)
