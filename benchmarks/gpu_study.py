@@ -4,7 +4,7 @@
     rlloop compare runs/gpu_study/dense-2e-4 -o report.html  # of a stopped study, name the runs that ended
 
 A run that was stopped goes on, a finished one is left as it is: the same command continues the study. Warm starts come
-first, one for each model and seed, which all arms share. A run's output is in its .log. Runs wait for the host much of
+first, one for each model, which all arms and seeds share. A run's output is in its .log. Runs wait for the host much of
 the time, so that a GPU has room for several.
 """
 
@@ -87,10 +87,10 @@ class Study:
     def __init__(self, folder: Path, runs: list[Run]) -> None:
         self.folder, self.done, self.failed = folder, 0, list[str]()
         self._todo, self._lock, self._stopped = list(runs), threading.Lock(), False
-        self._warm = {(run.model, run.seed): threading.Event() for run in runs}
+        self._warm = {run.model: threading.Event() for run in runs}
         self._cold: queue.SimpleQueue[Run] = queue.SimpleQueue()
-        for model, seed in self._warm:
-            self._cold.put(next(run for run in runs if (run.model, run.seed) == (model, seed)))
+        for model in self._warm:
+            self._cold.put(next(run for run in runs if run.model == model))
 
     def work(self, gpu: str, threads: int) -> None:
         """Take runs until none is left."""
@@ -100,12 +100,12 @@ class Study:
             except queue.Empty:
                 break
             self._run(cold, gpu, threads, "--dry-run")
-            self._warm[cold.model, cold.seed].set()
+            self._warm[cold.model].set()
         while True:
             with self._lock:
                 if self._stopped:
                     return
-                run = next((run for run in self._todo if self._warm[run.model, run.seed].is_set()), None)
+                run = next((run for run in self._todo if self._warm[run.model].is_set()), None)
                 if run is not None:
                     self._todo.remove(run)
                 elif not self._todo:

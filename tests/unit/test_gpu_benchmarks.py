@@ -193,7 +193,7 @@ def test_an_engine_is_measured_and_scored_in_processes_of_its_own(shape, words):
     assert f"engine, {words} bf16, 1 x (128 in, 256 out), logprobs" in done.stdout
 
 
-def test_a_study_warms_each_model_and_seed_once_and_runs_every_arm(module, tmp_path, monkeypatch):
+def test_a_study_warms_each_model_once_and_runs_every_arm(module, tmp_path, monkeypatch):
     study = module("gpu_study")
     begun = tmp_path / "begun"
     script = (
@@ -202,15 +202,18 @@ def test_a_study_warms_each_model_and_seed_once_and_runs_every_arm(module, tmp_p
     monkeypatch.setattr(
         study.Run, "command", lambda run, folder: [sys.executable, "-c", script, str(begun), run.arm, str(run.seed)]
     )
-    runs = study.runs_of(["dense"], ["2e-4"], 2, ["zero_kld", "fp4", "fp8_all"])
+    runs = study.runs_of(["dense"], ["2e-4"], 2, ["zero_kld", "fp4", "fp8_all", "fp8_tensor,seed=1"])
     made = study.Study(tmp_path, runs)
     made.work("0", 1)
     lines = begun.read_text().splitlines()
-    assert lines[:2] == ["zero_kld 0 --dry-run", "zero_kld 1 --dry-run"]
-    assert lines[2:] == [f"{arm} {seed}" for arm in ("zero_kld", "fp8_all", "fp4") for seed in range(2)]
+    assert lines[0] == "zero_kld 0 --dry-run"
+    assert lines[1:] == [
+        *(f"{arm} {seed}" for arm in ("zero_kld", "fp8_all") for seed in range(2)),
+        *("fp8_tensor 1", "fp4 0", "fp4 1"),
+    ]
     assert made.done == 4
     assert [line.split(":")[0] for line in made.failed] == [
-        str(tmp_path / f"dense-2e-4/fp8_all,seed={seed}.log") for seed in range(2)
+        str(tmp_path / f"dense-2e-4/{run}.log") for run in ("fp8_all,seed=0", "fp8_all,seed=1", "fp8_tensor,seed=1")
     ]
 
 

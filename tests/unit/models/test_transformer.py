@@ -93,7 +93,9 @@ def test_hidden_states_of_the_tokens_that_are_read(tmp_path: Path, family: str, 
     for model in (base, adapted) if dense else (base,):
         rows: list[int] = []
         last = list(model.model.layers.values())[-1]
-        hook = getattr(last, "mlp", last).register_forward_hook(lambda _, given, __, rows=rows: rows.append(len(given[0])))
+        hook = getattr(last, "mlp", last).register_forward_hook(
+            lambda _, given, __, rows=rows: rows.append(len(given[0]))
+        )
         with torch.no_grad():
             whole = model.hidden(tokens, positions, layout)
             for read in ([69], [40, 69], [0, 3, 40, 41], list(range(69))):
