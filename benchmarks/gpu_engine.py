@@ -14,8 +14,8 @@ roofline is that of `roofline.py`.
 vLLM is set up to be as fast as it can be: its requests have no seeds (its runner for mixtures draws seeded ones one by
 one; `--seeded` gives them seeds, and its name says so), no statistics, no detokenisation, no tokenizer, CUDA graphs and
 prefix caching as they come, as many sequences at once as there are requests, room for all their keys and values (or
-what the GPU has left: the same for every engine). Logprobs come as vLLM hands them out by default, not
-`flat_logprobs`. rlloop's requests have seeds, which cost it nothing.
+what the GPU has left: the same for every engine), and `flat_logprobs`, which spare its host an object a token. rlloop's
+requests have seeds, which cost it nothing.
 
 An engine that ends in the middle is left out, and what it and its processes wrote last is printed; rlloop's figures are
 recorded all the same. vLLM is started again alone, after the others, with the next of `SETUPS` that fits the shape, and
@@ -65,7 +65,7 @@ SETUPS: dict[str, dict[str, Any]] = {  # of vLLM, in the order of trying; argume
     TRITON: {"additional_config": {"gdn_prefill_backend": "triton"}},
     CAREFUL: {"additional_config": {"gdn_prefill_backend": "triton"}, "enforce_eager": True},
 }
-AIMS = {"vLLM default": 0.95, "vLLM batch-invariant": 1.25}
+AIMS = {"vLLM default": 1.0, "vLLM batch-invariant": 1.25}
 WORKS = {
     "crowd": "256 x (128 in, 256 out)", "few": "32 x (128 in, 256 out)", "one": "1 x (128 in, 256 out)",
     "groups": "64 x 8 (64 to 512 in, 32 to 1,024 out)", "long": "32 x (8,192 in, 256 out)",
@@ -168,16 +168,13 @@ def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
         sampling = [
             vllm.SamplingParams(
                 max_tokens=n, temperature=1.0, seed=1000 * index + i if settings["seeded"] else None, ignore_eos=True,
-                logprobs=0, detokenize=False,
+                logprobs=0, flat_logprobs=True, detokenize=False,
             )
             for i, n in enumerate(new)
         ]  # fmt: skip
         made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         outputs = [request.outputs[0] for request in made]
-        return [
-            (list(each.token_ids), [place[id].logprob for place, id in zip(each.logprobs, each.token_ids, strict=True)])
-            for each in outputs
-        ]
+        return [(list(each.token_ids), list(each.logprobs.logprobs)) for each in outputs]
 
     return run
 

@@ -94,7 +94,9 @@ def vllm_main(folder: str, ranks: int, options: dict[str, Any], tiny: bool) -> N
 
     def run(requests: list[Request]) -> list[list[int]]:
         sampling = [
-            vllm.SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+            vllm.SamplingParams(
+                max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+            )
             for _, new, _ in requests
         ]
         made = engine.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], sampling, use_tqdm=False)

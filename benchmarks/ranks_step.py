@@ -121,7 +121,9 @@ def sampler(setting: Setting, folder: Path, sampled: Path) -> Callable[[int], No
         tensor_parallel_size=setting.size, logprobs_mode="processed_logprobs", gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=VLLM_CACHE_BYTES, disable_log_stats=True,
     )  # fmt: skip
-    wanted = vllm.SamplingParams(max_tokens=work.new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+    wanted = vllm.SamplingParams(
+        max_tokens=work.new, temperature=1.0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+    )
 
     def run(index: int) -> None:
         prompts = work.prompts(index)
