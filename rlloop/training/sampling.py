@@ -283,6 +283,7 @@ class Sampling:
                 np.asarray(completion.prompt_ids, np.int32),
                 np.asarray(completion.token_ids, np.int32),
                 completion.raw_logprobs,
+                call.prompt.named_contents(),
             )
         )
         if len(call.done) == len(call.params) and not call.future.done():
@@ -339,7 +340,7 @@ def about_prompt(model: Model, call: SampleCall) -> dict[str, object]:
         asked = ask.targets
         fields["target_prompt_logprobs"] = np.zeros(asked.shape, np.float32)
         if asked.size:
-            row = ScoreRow(ids, range(1, len(ids)), targets=asked.clip(0))
+            row = ScoreRow(ids, range(1, len(ids)), targets=asked.clip(0), model_input=call.prompt)
             scored = score(model, [row])[0].cpu().numpy().reshape(asked.shape)
             fields["target_prompt_logprobs"] = np.where(asked < 0, np.float32(0), scored)
     if ask.draws:
