@@ -8,6 +8,7 @@ from rlloop.api.core import Settings
 from rlloop.api.inputs import InputReader
 from rlloop.api.keys import Keys
 from rlloop.api.server import ApiServer
+from rlloop.models import ScoreRow, score
 from rlloop.training.service import TrainingService
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.image_models import END, PAD, START
@@ -132,3 +133,31 @@ def test_what_cannot_be_read_is_refused_by_name(base, kind):
     with pytest.raises(tinker.RequestFailedError, match=problem) as raised:
         sample(base, prompt)
     assert raised.value.category.name == "User"
+
+
+# ---------------------------------------------------------------------------------------------------- logprobs
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_are_scored_with_the_trainers_bits(folder, processor, base, name):
+    model, prompt = load_model(folder / MODEL), ours(processor, PROMPTS[name])
+    count = len(prompt) - 1
+
+    def scored(targets):
+        with torch.no_grad():
+            row = ScoreRow(prompt.token_ids, range(1, count + 1), targets=np.array(targets), model_input=prompt)
+            return score(model, [row])[0].numpy().reshape(np.shape(targets))
+
+    wanted = scored(prompt.token_ids[1:])
+    first, *others = base.compute_logprobs(PROMPTS[name]).result()
+    assert first is None
+    assert np.float32(others).tobytes() == wanted.tobytes()
+    targets = np.array([prompt.token_ids[1:], [7] * count]).T
+    asked = sample(
+        base, PROMPTS[name], include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=3,
+        target_prompt_logprobs=types.TensorData.from_numpy(targets),
+    )  # fmt: skip
+    assert np.float32(asked.prompt_logprobs[1:]).tobytes() == wanted.tobytes()
+    assert np.float32(asked.target_prompt_logprobs.to_numpy()).tobytes() == scored(targets).tobytes()
+    draws = asked.prompt_alt_tokens
+    assert draws.logprobs.to_numpy().tobytes() == scored(draws.tokens.to_numpy()).tobytes()
