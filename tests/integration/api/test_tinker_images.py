@@ -161,3 +161,89 @@ def test_prompts_are_scored_with_the_trainers_bits(folder, processor, base, name
     assert np.float32(asked.target_prompt_logprobs.to_numpy()).tobytes() == scored(targets).tobytes()
     draws = asked.prompt_alt_tokens
     assert draws.logprobs.to_numpy().tobytes() == scored(draws.tokens.to_numpy()).tobytes()
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def of_sample(prompt, sequence, advantage=1.0, chunks=None):
+    """A datum of a sampled sequence, as tinker-cookbook makes it: the targets of images are 0. `chunks`: in place of
+    the prompt's."""
+    ids = [id for chunk in prompt.chunks for id in getattr(chunk, "tokens", [0] * chunk.length)]
+    tokens, count = ids + sequence.tokens, len(ids) - 1
+    rows = {
+        "target_tokens": np.array(tokens[1:]),
+        "logprobs": np.float32([0.0] * count + sequence.logprobs),
+        "advantages": np.float32([0.0] * count + [advantage] * len(sequence.tokens)),
+    }
+    model_input = prompt_of(*(chunks or prompt.chunks), text(*sequence.tokens[:-1]))
+
+    def spans(begin, tokens):
+        name = sequence.sequence_id
+        prompt_span = types.PromptProvenanceSpan(sequence_id=name, offset=begin, length=len(ids) - begin)
+        return [prompt_span, types.SampledProvenanceSpan(sequence_id=name, length=tokens)]
+
+    datum = types.Datum(model_input=model_input, loss_fn_inputs=rows)
+    return datum.with_provenance(spans(0, len(sequence.tokens) - 1), spans(1, len(sequence.tokens)))
+
+
+def logprobs_of(output):
+    return [each["logprobs"].to_numpy() for each in output.loss_fn_outputs]
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_sampled_tokens_are_trained_with_equal_bits(client, rank):
+    training = client.create_lora_training_client(base_model=MODEL, rank=rank, seed=1).result()
+    before = None
+    for _ in range(2):  # the second time by other weights
+        sampler = training.save_weights_and_get_sampling_client()
+        data, sampled = [], []
+        for prompt in PROMPTS.values():
+            sampled += (sequences := sample(sampler, prompt, 2).sequences)
+            data += [of_sample(prompt, each, 1.0 - 2 * index) for index, each in enumerate(sequences)]
+        forward = training.forward(data, "importance_sampling").result()
+        done = training.forward_backward(data, "importance_sampling").result()
+        assert done.metrics["parity/tokens_checked:sum"] == sum(len(each.tokens) for each in sampled)
+        assert done.metrics["parity/tokens_different:sum"] == 0
+        for here, there, sequence in zip(logprobs_of(forward), logprobs_of(done), sampled, strict=True):
+            assert here.tobytes() == there.tobytes()
+            assert here[-len(sequence.tokens) :].tobytes() == np.float32(sequence.logprobs).tobytes()
+        assert [each.logprobs for each in sampled] != before
+        before = [each.logprobs for each in sampled]
+        step = training.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        assert step.metrics["optim/grad_norm"] > 0
+
+
+@pytest.fixture(scope="module")
+def lora(client):
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+def test_another_picture_than_the_sampled_one_is_found(client, lora):
+    (sequence,) = sample(lora.save_weights_and_get_sampling_client(), ONE).sequences
+    other = [*ONE.chunks[:1], image(picture(24, 16, 5), expected_tokens=6), *ONE.chunks[2:]]
+    with pytest.raises(tinker.RequestFailedError, match="send the images that were sampled from") as raised:
+        lora.forward_backward([of_sample(ONE, sequence, chunks=other)], "importance_sampling").result()
+    assert raised.value.category.name == "User"
+    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+        lora.optim_step(types.AdamParams()).result()
+
+
+@pytest.mark.parametrize("kind", sorted(BROKEN.keys() - {"pointer"}))  # the client itself refuses those
+def test_data_that_cannot_be_read_are_refused_before_any_work(lora, kind):
+    chunk, problem = BROKEN[kind]
+    good, length = of_text([5, 9, 14, 3]), 4 + (chunk.length if kind == "placeholder" else 6)
+    bad = types.Datum(
+        model_input=prompt_of(text(5, 9, START), chunk, text(END)),
+        loss_fn_inputs={"target_tokens": np.zeros(length, np.int64), "weights": np.ones(length, np.float32)},
+    )
+    with pytest.raises(tinker.RequestFailedError, match=f"datum 1, .*{problem}") as raised:
+        lora.forward_backward([good, bad], "cross_entropy").result()
+    assert raised.value.category.name == "User"
+    lora.forward_backward([good], "cross_entropy")
+    assert lora.optim_step(types.AdamParams()).result().metrics["optim/grad_norm"] > 0
+
+
+def of_text(tokens):
+    rows = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=rows)

@@ -68,9 +68,17 @@ def test_damaged_requests_say_what_is_wrong():
     with pytest.raises(ConfigError, match="no ForwardBackwardRequest"):
         wire.decode_forward_backward(b"\x0a\xff")
     image = request()
-    image.data[0].model_input.add().image.data = b"png"
-    with pytest.raises(ConfigError, match="datum 0 has a chunk of image"):
+    chunk = image.data[0].model_input.add().image
+    chunk.data, chunk.format = b"\x89PNG\r\n\x1a\n", "png"
+    with pytest.raises(ConfigError, match="datum 0, chunk 2 is an image, and the model reads text only"):
         wire.decode_forward_backward(image.SerializeToString())
+    chunk.override_dimensions.width = 8
+    with pytest.raises(ConfigError, match="datum 0, chunk 2, has override_dimensions"):
+        wire.decode_forward_backward(image.SerializeToString())
+    sound = request()
+    sound.data[0].model_input.add().dmel.dmel = b"1"
+    with pytest.raises(ConfigError, match="datum 0, chunk 2, is of type dmel; this server takes token ids and images"):
+        wire.decode_forward_backward(sound.SerializeToString())
     for shape, data, problem in (
         ([4], b"\0" * 12, "3 elements, which do not fit"), ([3], b"\0" * 11, "no whole number of float32"),
     ):  # fmt: skip
