@@ -218,6 +218,10 @@ class ModelInput:
     def images(self) -> list[Image]:
         return [span.image for span in self.contents if span.image is not None]
 
+    def named_contents(self) -> tuple[ContentSpan, ...]:
+        """The contents by their digests alone, for records that need not hold them."""
+        return tuple(ContentSpan(span.start, span.end, span.digest) for span in self.contents)
+
     @property
     def is_text(self) -> bool:
         """True for text at positions 0, 1, 2, ..., which token ids alone describe."""

@@ -11,6 +11,7 @@ import msgspec
 
 from rlloop.api import requests, wire
 from rlloop.api.futures import PROTOBUF, Outcome
+from rlloop.api.inputs import TEXT_ONLY, InputReader
 from rlloop.api.log import Command
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.checkpoints import Overwrite
@@ -31,6 +32,7 @@ class Context:
     parity: Parity = "require"  # unless the model's metadata ask for another
     check_path: Callable[[str, str | None], str] = lambda path, token: path  # raises for a path of another client
     client: str | None = None  # whose models share turns
+    inputs: InputReader = TEXT_ONLY  # of the base
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _load_weights(service: TrainingService, context: Context, command: Command, 
 
 def _forward_backward(service: TrainingService, context: Context, command: Command, replayed: Replayed) -> Call:
     compared = replayed.compared
-    body = wire.decode_forward_backward(command.body, provenance=compared is None)
+    body = wire.decode_forward_backward(command.body, context.inputs, provenance=compared is None)
     if not body.data:
         raise ConfigError("forward_backward has no datum; send one or more")
     if replayed.broken:  # a name that no sequence has fails the call, and drops the gradient, as the first time

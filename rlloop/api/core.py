@@ -15,6 +15,7 @@ import msgspec
 
 from rlloop.api.calls import failure
 from rlloop.api.futures import Futures, Outcome
+from rlloop.api.inputs import TEXT_ONLY, InputReader
 from rlloop.api.keys import Keys, Quota
 from rlloop.api.log import CommandLog, Committer, Record, write_bytes
 from rlloop.errors import ConfigError, RlloopError
@@ -39,6 +40,7 @@ class Settings:
     folder: Path  # sessions, command logs
     model_name: str  # under which the base is offered
     model_folder: Path
+    inputs: InputReader = TEXT_ONLY  # of the model's folder
     max_body: int = 64 << 20  # bytes of a request, unpacked
     quota: Quota = field(default_factory=Quota)
     parity: Parity = "require"

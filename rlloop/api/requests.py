@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from rlloop.api.inputs import Chunk as Part
+from rlloop.api.inputs import Chunks, InputReader, Picture
 from rlloop.api.wire import dense_of
 from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.training.types import AdamParams, CustomLossGraph, CustomLossInput, CustomLossNode, LoraConfig
@@ -139,7 +141,7 @@ class JoinSampling(Body):
 
 class Chunk(Body):
     tokens: list[int] | None = None
-    data: str | None = None
+    data: bytes | None = None  # base64 on the wire
     format: str | None = None
     location: str | None = None
     expected_tokens: int | None = None
@@ -149,12 +151,22 @@ class Chunk(Body):
 class Input(Body):
     chunks: list[Chunk] = []
 
-    def model_input(self) -> ModelInput:
-        """Raises `ConfigError` for anything but token ids."""
-        for chunk in self.chunks:
-            if chunk.tokens is None:
-                raise ConfigError(f"the prompt has a chunk of type {chunk.type!r}; this server takes token ids only")
-        return ModelInput.from_ids([token for chunk in self.chunks for token in chunk.tokens or ()])
+    def read(self, reader: InputReader) -> ModelInput:
+        """Raises `ConfigError` for anything but token ids and images that the model can read."""
+        return reader.read([Chunks("the prompt", [_chunk(*each) for each in enumerate(self.chunks)])])[0]
+
+
+def _chunk(index: int, chunk: Chunk) -> Part:
+    if chunk.tokens is not None:
+        return chunk.tokens
+    if chunk.data is not None:
+        return Picture(chunk.data, chunk.format or "", chunk.expected_tokens)
+    if chunk.location is not None:
+        raise ConfigError(
+            f"the prompt, chunk {index}, is an image at {chunk.location!r:.80} (image_asset_pointer), and this server "
+            "fetches nothing; send the image itself, as an ImageChunk"
+        )
+    raise ConfigError(f"the prompt, chunk {index}, is of type {chunk.type!r}; this server takes token ids and images")
 
 
 class Tensor(Body):

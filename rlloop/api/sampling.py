@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -148,7 +149,7 @@ class Samples:
                 "train with another loss (tinker-cookbook's rl_loop: loss_fn=importance_sampling)"
             )
         return self.core.service.sample(
-            body.prompt.model_input(),
+            body.prompt.read(self.core.settings.inputs),
             body.num_samples,
             body.sampling_params.sampling(),
             sampler=self._sampler_of(session),
@@ -199,11 +200,17 @@ class Samples:
         self, session: SamplingSession, body: requests.Sample, request_id: str, known: Result
     ) -> None:
         """Tell the service what was sampled before the restart, so that provenance may name it."""
+        try:  # first, since a datum may name the sequence as soon as the weights are there
+            prompt = body.prompt.read(self.core.settings.inputs)
+        except RlloopError as error:
+            log.error("the prompt of %s cannot be read any more: %s", request_id, error)
+            return
+        prompt = replace(prompt, contents=prompt.named_contents())
         await session.ready.wait()
         if session.error is not None:
             return
         response = message("SampleResponse").FromString(known.body)
-        prompt, raw, at = body.prompt.model_input(), np.frombuffer(known.raw, "<f4"), 0
+        raw, at = np.frombuffer(known.raw, "<f4"), 0
         for name, sequence in zip(sequence_ids(request_id, body.num_samples), response.sequences, strict=True):
             tokens = np.frombuffer(sequence.tokens, "<i4")
             logprobs, at = raw[at : at + len(tokens)].copy(), at + len(tokens)

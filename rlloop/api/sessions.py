@@ -80,6 +80,7 @@ class Session:
             "observe" if parity == "observe" else "require",
             partial(self._all.path_for, self.card.client),
             self.card.client,
+            self.core.settings.inputs,
         )
         folder = self.folder / "models" / str(number)
         return Trained(self.core, self.card.client, folder, context, self._sampler_made)

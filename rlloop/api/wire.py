@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from rlloop.api.inputs import TEXT_ONLY, Chunk, Chunks, InputReader, Picture
 from rlloop.api.schema import message
 from rlloop.errors import ConfigError
 from rlloop.training.types import (
@@ -66,15 +67,21 @@ def names_of(body: bytes) -> tuple[str, int]:
     return request.model_id, request.seq_id
 
 
-def decode_forward_backward(body: bytes, *, provenance: bool = True) -> ForwardBackward:
-    """`provenance=False` leaves it out: for a call whose tokens were compared when it came first. Raises
-    `ConfigError`."""
+def decode_forward_backward(
+    body: bytes, reader: InputReader = TEXT_ONLY, *, provenance: bool = True
+) -> ForwardBackward:
+    """`reader`: of the model's inputs. `provenance=False` leaves it out: for a call whose tokens were compared when it
+    came first. Raises `ConfigError`."""
     request = _parsed(body)
     config: dict[str, float | str] = dict(request.loss_fn_config)
     if request.loss_fn_config_v2:
         config = {name: getattr(value, value.WhichOneof("value") or "number") for name, value in
                   request.loss_fn_config_v2.items()}  # fmt: skip
-    data = [_datum(f"datum {index}", datum, provenance) for index, datum in enumerate(request.data)]
+    inputs = reader.read([_chunks(f"datum {index}", datum) for index, datum in enumerate(request.data)])
+    data = [
+        _datum(f"datum {index}", datum, model_input, provenance)
+        for index, (datum, model_input) in enumerate(zip(request.data, inputs, strict=True))
+    ]
     return ForwardBackward(request.model_id, request.seq_id, data, request.loss_fn, config, request.forward_only)
 
 
@@ -85,28 +92,52 @@ def _parsed(body: bytes) -> Any:
         raise ConfigError(f"the body is no ForwardBackwardRequest in protobuf: {error}") from None
 
 
-def _datum(where: str, datum: Any, provenance: bool) -> Datum:
-    tokens = list[int]()
-    for chunk in datum.model_input:
+def _chunks(where: str, datum: Any) -> Chunks:
+    chunks = list[Chunk]()
+    for index, chunk in enumerate(datum.model_input):
         kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise ConfigError(f"{where} has a chunk of {kind or 'no kind'}; this server takes token ids only")
-        tokens += _array(where, chunk.encoded_text.tokens, np.dtype("<i4")).tolist()
+        if kind == "encoded_text":
+            chunks.append(_array(where, chunk.encoded_text.tokens, np.dtype("<i4")).tolist())
+        elif kind == "image":
+            image = chunk.image
+            if image.HasField("override_dimensions"):
+                raise ConfigError(
+                    f"{where}, chunk {index}, has override_dimensions; send the image as it is to be read"
+                )
+            expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            chunks.append(Picture(image.data, image.format, expected))
+        else:
+            kind = kind or "no kind"
+            raise ConfigError(f"{where}, chunk {index}, is of type {kind}; this server takes token ids and images")
+    ends = np.cumsum([getattr(span, _kind(span)).length for span in datum.model_input_spans], dtype=object)
+    sampled = [
+        range(end - span.sampled_tokens.length, end)
+        for end, span in zip(ends, datum.model_input_spans, strict=True)
+        if _kind(span) == "sampled_tokens"
+    ]
+    return Chunks(where, chunks, sampled)
+
+
+def _datum(where: str, datum: Any, model_input: ModelInput, provenance: bool) -> Datum:
     inputs = {name: decode_tensor(f"{where}, {name}", value) for name, value in datum.loss_fn_inputs.items()}
     named = None
     if provenance and (datum.model_input_spans or datum.loss_fn_input_spans):
         named = Provenance(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans))
-    return Datum(ModelInput.from_ids(tokens), inputs, named)
+    return Datum(model_input, inputs, named)
 
 
 def _spans(spans: Any) -> Spans:
     kinds = {"prompt_tokens": PromptProvenanceSpan, "sampled_tokens": SampledProvenanceSpan}
     provenance_spans = []
     for span in spans:
-        kind = span.WhichOneof("span") or "prompt_tokens"
+        kind = _kind(span)
         run = getattr(span, kind)
         provenance_spans.append(kinds[kind](sequence_id=run.sequence_id, offset=run.offset, length=run.length))
     return tuple(provenance_spans)
+
+
+def _kind(span: Any) -> str:
+    return span.WhichOneof("span") or "prompt_tokens"
 
 
 def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:

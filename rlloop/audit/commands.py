@@ -11,6 +11,7 @@ import msgspec
 
 from rlloop.api.calls import Context, Replayed, service_path, start
 from rlloop.api.core import Base
+from rlloop.api.inputs import InputReader
 from rlloop.api.log import Command, Replay, read_segment, segments
 from rlloop.api.models import State
 from rlloop.api.requests import CreateLoss, decoded
@@ -56,7 +57,10 @@ def _replayed(
         try:
             stored, own = top / "checkpoints", Path(temporary)
             model_id = f"{session.name}:train:{folder.name}"
-            context = Context(model_id, (base.name,), check_path=lambda path, token: _fetched(path, stored, own))
+            context = Context(
+                model_id, (base.name,), check_path=lambda path, token: _fetched(path, stored, own),
+                inputs=InputReader.of_folder(base.folder),
+            )  # fmt: skip
             for file in (session / "losses").glob("*.json"):
                 service.create_custom_loss(*decoded(file.read_bytes(), CreateLoss).loss())
             first = replays[0]

@@ -18,6 +18,7 @@ from rlloop.web.server import TOKEN_VARIABLE, Listen, is_loopback, serve
 def api(args: argparse.Namespace, stack: ExitStack) -> None:
     """Serve until a signal."""
     from rlloop.api.core import Base, Settings, keep_base
+    from rlloop.api.inputs import InputReader
     from rlloop.api.keys import PREFIX, Client, Keys, Quota, read_keys
 
     if not (args.model / "config.json").is_file():
@@ -34,6 +35,7 @@ def api(args: argparse.Namespace, stack: ExitStack) -> None:
         folder=args.folder,
         model_name=args.model_name or args.model.resolve().name,
         model_folder=args.model,
+        inputs=InputReader.of_folder(args.model),
         max_body=args.max_body,
         quota=Quota(args.models_per_key, args.futures_per_key, args.bytes_per_key),
         parity=args.parity,

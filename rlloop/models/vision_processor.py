@@ -119,6 +119,11 @@ class ImageProcessor:
         images = dict(zip(distinct, made, strict=True))
         return [images[id(picture)] for picture in pictures]
 
+    def features(self, width: int, height: int) -> int:
+        """Placeholder tokens of a picture of this size in pixels, in either orientation."""
+        wide, tall = self.size(width, height)
+        return wide * tall // (self.vision.patch_size * self.vision.merge_size) ** 2
+
     def size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels that a picture of this size is resized to."""
         if min(width, height) < 1 or max(width, height) > SLIMMEST * min(width, height):
@@ -172,7 +177,14 @@ class ImageProcessor:
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
 
 
-def _opened(content: bytes) -> Any:
+def file_size(content: bytes) -> tuple[int, int]:
+    """(width, height) in pixels that a picture's file says it has; nothing is decoded. Raises `ConfigError` for files
+    that are no pictures or too large."""
+    picture = _opened(content, decode=False)
+    return picture.width, picture.height
+
+
+def _opened(content: bytes, *, decode: bool = True) -> Any:
     """A picture from a file's bytes. Its size is checked before its pixels are decoded."""
     from PIL import Image as pillow
     from PIL import ImageOps, UnidentifiedImageError
@@ -186,6 +198,8 @@ def _opened(content: bytes) -> Any:
             raise ConfigError(
                 f"a picture has {picture.width} x {picture.height} pixels; at most {MOST_PIXELS} are decoded"
             )
+        if not decode:
+            return picture
         picture.load()
         return ImageOps.exif_transpose(picture)
     except UnidentifiedImageError as error:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models import ScoreRow
+from rlloop.models.architecture import ModelConfig
+from rlloop.models.vision import check_images
 from rlloop.training.custom_loss import CustomLoss
 from rlloop.training.losses import LOSSES, THRESHOLDS, evaluate, settings_of
 from rlloop.training.types import CHECKED, DIFFERENT, LOSS, Datum, ForwardBackwardOutput, Provenance
@@ -111,7 +113,7 @@ class LossCall:
     """One `forward` or `forward_backward`: the future is done once all data have been through a forward."""
 
     def __init__(
-        self, data: Sequence[Datum], objective: Objective, *, trains: bool, vocabulary: int, positions: int
+        self, data: Sequence[Datum], objective: Objective, *, trains: bool, vocabulary: int, config: ModelConfig
     ) -> None:
         """Raises `ConfigError` for data that cannot be scored, or do not fit the loss."""
         if not data:
@@ -121,12 +123,10 @@ class LossCall:
         self._outputs: list[dict[str, np.ndarray] | None] = [None] * len(data)
         self._losses, self._metrics = [0.0] * len(data), [{} for _ in data]
         self._missing, self._checked, self._different = len(data), 0, 0
-        self.waiting = deque(self._item(index, datum, vocabulary, positions) for index, datum in enumerate(data))
+        self.waiting = deque(self._item(index, datum, vocabulary, config) for index, datum in enumerate(data))
 
-    def _item(self, index: int, datum: Datum, vocabulary: int, positions: int) -> Item:
-        where, ids = f"datum {index}", datum.model_input.token_ids
-        if not datum.model_input.is_text:
-            raise ConfigError(f"{where} has images or positions; only token ids can be trained")
+    def _item(self, index: int, datum: Datum, vocabulary: int, config: ModelConfig) -> Item:
+        where, ids, positions = f"datum {index}", datum.model_input.token_ids, config.max_positions
         if not is_ids(ids) or not len(ids):
             raise ConfigError(f"{where}: model_input is {ids!r:.60}; it must be a list of token ids, one or more")
         if len(ids) >= positions:
@@ -134,6 +134,12 @@ class LossCall:
                 f"{where} has {len(ids)} tokens; the model has {positions} positions, so an input may have "
                 f"{positions - 1}; cut the sequence"
             )
+        if (last := datum.model_input.positions_at(0, len(ids) + 1).max()) >= positions:
+            raise ConfigError(f"{where} reaches position {last}; the model has {positions}, from 0 on")
+        try:
+            check_images(datum.model_input, config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         targets = datum.loss_fn_inputs.get(TARGETS)
         if targets is None or targets.ndim not in (1, 2) or len(targets) != len(ids) or targets.dtype.kind != "i":
             description = "missing" if targets is None else f"{targets.dtype} {list(targets.shape)}"
@@ -152,7 +158,9 @@ class LossCall:
             _check_tiling(where, "model_input", datum.provenance.model_input, len(ids))
             _check_tiling(where, "loss_fn_inputs", datum.provenance.loss_fn_inputs, len(targets))
         ids = np.asarray(ids).tolist()
-        row = ScoreRow([*ids, ids[-1]], range(1, len(ids) + 1), targets=targets)  # the last token is not read
+        model_input = None if datum.model_input.is_text else datum.model_input
+        # The last token is not read.
+        row = ScoreRow([*ids, ids[-1]], range(1, len(ids) + 1), targets=targets, model_input=model_input)
         inputs = {key: torch.from_numpy(np.array(x)) for key, x in datum.loss_fn_inputs.items() if key != TARGETS}
         if self.objective.custom is not None and TARGETS in [each.name for each in self.objective.custom.inputs]:
             inputs[TARGETS] = torch.from_numpy(np.array(targets))

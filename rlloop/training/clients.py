@@ -301,7 +301,9 @@ class SamplingClient(_Ready):
 
 
 def _input(model_input: Any) -> ModelInput | Sequence[int]:
-    return ModelInput.from_ids(model_input.to_ints()) if hasattr(model_input, "to_ints") else model_input
+    if isinstance(model_input, ModelInput) or not hasattr(model_input, "to_ints"):
+        return model_input
+    return ModelInput.from_ids(model_input.to_ints())
 
 
 def _data(data: Sequence[Any]) -> list[Datum]:

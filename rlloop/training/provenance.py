@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError, ParityError
+from rlloop.inputs import ContentSpan
 from rlloop.models import Model, score
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.training.calls import Item
@@ -38,6 +39,7 @@ class SampledRecord:
     prompt: np.ndarray  # [P] int32
     tokens: np.ndarray  # [T] int32
     raw_logprobs: np.ndarray  # [T] float32, at temperature 1 without truncation
+    contents: tuple[ContentSpan, ...] = ()  # of the prompt: its images, by digest
 
 
 class SampledSequences:
@@ -142,6 +144,7 @@ def _compare(
     for span in item.provenance.model_input:
         record = sequences.get(span.sequence_id, item.where)
         _check_tokens(item, span, record, ids[begin : begin + span.length], "model_input", begin)
+        _check_images(item, span, record, begin)
         begin += span.length
     begin = 0
     for span in item.provenance.loss_fn_inputs if item.targets.ndim == 1 else ():
@@ -184,11 +187,35 @@ def _check_tokens(
             f"{item.where}: provenance names tokens {span.offset} to {span.offset + span.length} of the {kind} of "
             f"{span.sequence_id}, which has {len(source)}"
         )
-    if len(wrong := np.flatnonzero(of != tokens)):
+    differs = of != tokens
+    if name == "target_tokens" and not sampled:  # a client need not know the placeholders' id
+        for content in record.contents:
+            differs[max(0, content.start - span.offset) : max(0, content.end - span.offset)] = False
+    if len(wrong := np.flatnonzero(differs)):
         at = int(wrong[0])
         raise ConfigError(
             f"{item.where}: {name}[{begin + at}] is token {int(tokens[at])}, and provenance says that it is token "
             f"{span.offset + at} of the {kind} of {span.sequence_id}, which is {int(of[at])}; was it tokenized again?"
+        )
+
+
+def _check_images(
+    item: Item, span: PromptProvenanceSpan | SampledProvenanceSpan, record: SampledRecord, begin: int
+) -> None:
+    """Raises `ConfigError` where a span's images, whose placeholders are all alike, are not those of the sequence."""
+
+    def within(contents: Sequence[ContentSpan], first: int) -> list[tuple[int, int, str]]:
+        last = first + span.length
+        return [(x.start - first, x.end - first, x.digest) for x in contents if x.start < last and first < x.end]
+
+    sampled = isinstance(span, SampledProvenanceSpan)
+    own = () if item.row.model_input is None else item.row.model_input.contents
+    of = within(() if sampled else record.contents, span.offset)
+    if (here := within(own, begin)) != of:
+        digests = [", ".join(digest[:12] for *_, digest in each) or "none" for each in (here, of)]
+        raise ConfigError(
+            f"{item.where}: model_input has images {digests[0]} where provenance names the prompt or tokens of "
+            f"{span.sequence_id}, which have {digests[1]} there; send the images that were sampled from"
         )
 
 

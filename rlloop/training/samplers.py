@@ -14,6 +14,7 @@ from rlloop.models import Model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.vision import check_images
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.validation import Limits, check_request
 from rlloop.rollout.fleet.text import Tokenizer, Writer
@@ -69,8 +70,7 @@ class Samplers:
     ) -> SampleCall:  # fmt: skip
         """A checked request. Raises `ConfigError`."""
         model_input = as_model_input(prompt)
-        if not model_input.is_text:
-            raise ConfigError("a prompt has images or positions; only token ids can be sampled from")
+        check_images(model_input, self._base.config)
         if not 0 <= top <= MOST_TOP:
             raise ConfigError(f"topk_sample_logprobs is {top}; it may be 0 to {MOST_TOP}")
         if ask.targets is not None:

@@ -16,6 +16,7 @@ from rlloop.models import Model, ScoreRow, score
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.scoring import score_prompt
+from rlloop.models.vision import place_features
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout import Engine
 from rlloop.rollout.fleet.text import Tokenizer, Writer
@@ -283,6 +284,7 @@ class Sampling:
                 np.asarray(completion.prompt_ids, np.int32),
                 np.asarray(completion.token_ids, np.int32),
                 completion.raw_logprobs,
+                call.prompt.named_contents(),
             )
         )
         if len(call.done) == len(call.params) and not call.future.done():
@@ -339,7 +341,7 @@ def about_prompt(model: Model, call: SampleCall) -> dict[str, object]:
         asked = ask.targets
         fields["target_prompt_logprobs"] = np.zeros(asked.shape, np.float32)
         if asked.size:
-            row = ScoreRow(ids, range(1, len(ids)), targets=asked.clip(0))
+            row = ScoreRow(ids, range(1, len(ids)), targets=asked.clip(0), model_input=call.prompt)
             scored = score(model, [row])[0].cpu().numpy().reshape(asked.shape)
             fields["target_prompt_logprobs"] = np.where(asked < 0, np.float32(0), scored)
     if ask.draws:
@@ -353,13 +355,15 @@ def _draws(model: Model, call: SampleCall) -> PromptAltTokens:
     if not count:
         return PromptAltTokens(tokens, logprobs)
     read = torch.tensor(call.prompt.token_ids[:-1], device=device)
-    positions = torch.arange(count, device=device)
-    hidden = model.hidden(read, positions, AttentionLayout.of_sequences([count], device))
+    positions = torch.from_numpy(call.prompt.positions_at(0, count)).to(device)
+    images = place_features([(call.prompt, 0, count, 0)], model.see)
+    hidden = model.hidden(read, positions, AttentionLayout.of_sequences([count], device), images=images)
+    indices = torch.arange(1, count + 1, device=device)  # of the tokens that are drawn
     params = EngineParams(max_tokens=1, temperature=call.params[0].temperature)
     rows = max(1, (1 << 25) // model.vocab_size)  # of logits at a time
     for begin in range(0, count, rows):
         at = slice(begin, min(begin + rows, count))
-        logits, of = model.logits(hidden[at]), positions[at] + 1
+        logits, of = model.logits(hidden[at]), indices[at]
         warp = warp_for([params], np.zeros(1, np.int64), model.eos_token_ids, device=device, counts=[len(of)])
         for draw in range(draws):
             seeds = torch.full_like(of, derived_seed(f"{call.seed}/alternatives/{draw}"))

@@ -22,7 +22,7 @@ from rlloop.training.provenance import SampledRecord, SampledSequences
 from rlloop.training.samplers import Samplers
 from rlloop.training.sampling import BASE, PromptAsk, Sampler
 from rlloop.training.types import Checkpoint, LoraConfig, SampleResponse, SamplingParams
-from rlloop.types import ModelInput
+from rlloop.types import ModelInput, as_model_input
 
 
 class SamplingService:
@@ -160,9 +160,9 @@ class SamplingService:
     ) -> None:
         """Restore a sequence that this sampler drew before a restart, so that provenance may name it. Raises
         `ConfigError` for an unknown sampler."""
-        ids = prompt.token_ids if isinstance(prompt, ModelInput) else prompt
-        arrays = np.asarray(ids, np.int32), np.asarray(tokens, np.int32)
-        self.sequences.add(SampledRecord(sequence_id, self._samplers.weights_of(sampler), *arrays, raw_logprobs))
+        prompt, weights = as_model_input(prompt), self._samplers.weights_of(sampler)
+        arrays = np.asarray(prompt.token_ids, np.int32), np.asarray(tokens, np.int32), raw_logprobs
+        self.sequences.add(SampledRecord(sequence_id, weights, *arrays, prompt.named_contents()))
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

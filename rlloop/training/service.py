@@ -306,7 +306,7 @@ class TrainingService(SamplingService):
     ) -> Future[ForwardBackwardOutput]:  # fmt: skip
         def make() -> LossCall:
             objective, base = Objective.of(loss_fn, loss_fn_config, self._models.losses), self._models.base
-            return LossCall(data, objective, trains=trains, vocabulary=base.vocab_size, positions=base.max_positions)
+            return LossCall(data, objective, trains=trains, vocabulary=base.vocab_size, config=base.config)
 
         return self._checked(self._models.get(model_id), make, seq_id)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ import numpy as np
 
 from rlloop.api.schema import message
 
+Shown = tuple[bytes, int]  # a png file in place of so many tokens
+Tokens = Sequence[int | Shown]
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -64,7 +67,7 @@ class Api:
 
     def forward_backward_(
         self,
-        tokens: list[list[int]],
+        tokens: Sequence[Tokens],
         *,
         seq_id: int | None = None,
         loss_fn: str = "cross_entropy",
@@ -79,7 +82,7 @@ class Api:
         body = datums(self.model_id, number, tokens, loss_fn, weights, names, prompt)
         return self.http.post("forward_backward", content=body, headers={**PROTOBUF, **headers})
 
-    def forward_backward(self, tokens: list[list[int]], **options: Any) -> Any:
+    def forward_backward(self, tokens: Sequence[Tokens], **options: Any) -> Any:
         answer = self.forward_backward_(tokens, **options)
         assert answer.status_code == 200, answer.text
         return output(self.result(answer.json()["request_id"]))
@@ -107,13 +110,19 @@ class Api:
         """A sampling session of the weights of this moment."""
         return self.command("save_weights_for_sampler", sampling_session_seq_id=number)["sampling_session_id"]
 
-    def sample_(self, sampler: str, seq_id: int, prompt: list[int], n: int = 1, **params: Any) -> dict[str, Any]:
+    def sample_(self, sampler: str, seq_id: int, prompt: Tokens, n: int = 1, **params: Any) -> dict[str, Any]:
+        chunks = [
+            {"type": "encoded_text", "tokens": each}
+            if isinstance(each, list)
+            else {"type": "image", "data": b64encode(each[0]).decode(), "format": "png", "expected_tokens": each[1]}
+            for each in chunks_of(prompt)
+        ]
         return self.ok(
-            "asample", sampling_session_id=sampler, seq_id=seq_id, num_samples=n,
-            prompt={"chunks": [{"type": "encoded_text", "tokens": prompt}]}, sampling_params=params,
+            "asample", sampling_session_id=sampler, seq_id=seq_id, num_samples=n, prompt={"chunks": chunks},
+            sampling_params=params,
         )  # fmt: skip
 
-    def sample(self, sampler: str, seq_id: int, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
+    def sample(self, sampler: str, seq_id: int, prompt: Tokens, n: int = 1, **params: Any) -> list[list[int]]:
         return sampled(self.result(self.sample_(sampler, seq_id, prompt, n, **params)["request_id"]))
 
 
@@ -127,7 +136,7 @@ class Patient(Api):
     def post(self, route: str, /, **body: Any) -> httpx.Response:
         return self._again(lambda: super(Patient, self).post(route, **body))
 
-    def forward_backward_(self, tokens: list[list[int]], **options: Any) -> httpx.Response:
+    def forward_backward_(self, tokens: Sequence[Tokens], **options: Any) -> httpx.Response:
         options.setdefault("seq_id", self.next())
         return self._again(lambda: super(Patient, self).forward_backward_(tokens, **options))
 
@@ -166,19 +175,38 @@ def trained_session(url: str, key: str, steps: int = 4) -> Iterator[Any]:
     yield {"last": last if isinstance(last, dict) else last.SerializeToString(deterministic=True).hex()}
 
 
+def chunks_of(tokens: Tokens) -> list[list[int] | Shown]:
+    """Texts and pictures in turn."""
+    chunks: list[list[int] | Shown] = []
+    for token in tokens:
+        if isinstance(token, tuple):
+            chunks.append(token)
+        elif chunks and isinstance(chunks[-1], list):
+            chunks[-1].append(token)
+        else:
+            chunks.append([token])
+    return chunks
+
+
 def datums(
     model_id: str,
     seq_id: int,
-    tokens: list[list[int]],
+    tokens: Sequence[Tokens],
     loss_fn: str = "cross_entropy",
     weights: float = 1.0,
     names: list[str] | None = None,
     prompt: int = 1,
 ) -> bytes:
     request = message("ForwardBackwardRequest")(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn)
-    for index, ids in enumerate(tokens):
+    for index, sequence in enumerate(tokens):
         datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = np.array(ids[:-1], "<i4").tobytes()
+        for chunk in chunks_of(sequence[:-1]):
+            if isinstance(chunk, list):
+                datum.model_input.add().encoded_text.tokens = np.array(chunk, "<i4").tobytes()
+            else:
+                image = datum.model_input.add().image
+                image.data, image.format, image.expected_tokens = chunk[0], "png", chunk[1]
+        ids = [id for token in sequence for id in ([0] * token[1] if isinstance(token, tuple) else [token])]
         _set(datum.loss_fn_inputs["target_tokens"], np.array(ids[1:], "<i8"), 2)
         _set(datum.loss_fn_inputs["weights"], np.full(len(ids) - 1, weights, "<f4"), 1)
         if names is not None:

@@ -5,6 +5,7 @@ import pytest
 import zstandard
 
 from rlloop.api import requests, wire
+from rlloop.api.inputs import TEXT_ONLY
 from rlloop.api.schema import FILE, message, parse
 from rlloop.errors import ConfigError
 from rlloop.training.types import (
@@ -67,9 +68,17 @@ def test_damaged_requests_say_what_is_wrong():
     with pytest.raises(ConfigError, match="no ForwardBackwardRequest"):
         wire.decode_forward_backward(b"\x0a\xff")
     image = request()
-    image.data[0].model_input.add().image.data = b"png"
-    with pytest.raises(ConfigError, match="datum 0 has a chunk of image"):
+    chunk = image.data[0].model_input.add().image
+    chunk.data, chunk.format = b"\x89PNG\r\n\x1a\n", "png"
+    with pytest.raises(ConfigError, match="datum 0, chunk 2 is an image, and the model reads text only"):
         wire.decode_forward_backward(image.SerializeToString())
+    chunk.override_dimensions.width = 8
+    with pytest.raises(ConfigError, match="datum 0, chunk 2, has override_dimensions"):
+        wire.decode_forward_backward(image.SerializeToString())
+    sound = request()
+    sound.data[0].model_input.add().dmel.dmel = b"1"
+    with pytest.raises(ConfigError, match="datum 0, chunk 2, is of type dmel; this server takes token ids and images"):
+        wire.decode_forward_backward(sound.SerializeToString())
     for shape, data, problem in (
         ([4], b"\0" * 12, "3 elements, which do not fit"), ([3], b"\0" * 11, "no whole number of float32"),
     ):  # fmt: skip
@@ -114,10 +123,14 @@ def test_json_requests():
     assert (params.max_tokens, params.stop, params.temperature) == (4, [1, 2], 1.0)
     with pytest.raises(ConfigError, match="unknown field `surprise`"):
         requests.decoded(b'{"request_id": "a", "surprise": 1}', requests.Retrieve)
-    with pytest.raises(ConfigError, match="chunk of type 'image'"):
-        requests.decoded(
-            b'{"chunks": [{"type": "image", "data": "aa", "format": "png"}]}', requests.Input
-        ).model_input()
+    for chunk, problem in (
+        (b'"type": "image", "data": "iVBORw0KGgo=", "format": "png"', "is an image, and the model reads text only"),
+        (b'"type": "image", "data": "aa", "format": "png"', "Invalid base64"),
+        (b'"type": "image_asset_pointer", "location": "a/b", "format": "png"', "fetches nothing"),
+        (b'"type": "dmel", "dmel": "aa"', "chunk 0, is of type 'dmel'; this server takes token ids and images"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            requests.decoded(b'{"chunks": [{%s}]}' % chunk, requests.Input).read(TEXT_ONLY)
     sparse = (
         b'{"data": [7], "dtype": "int64", "shape": [2, 2], "sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [1]}'
     )
