@@ -45,6 +45,10 @@ def examine_model(
         f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}micro-batches of {tokens} "
         f"tokens, every layer checkpointed{' but for its attention' if keep_attention else ''}; GiB of a rank:",
     )
+    if config.vision is not None:
+        yield Line(
+            None, "parity by type of token", f"rlloop parity engine:{folder} {folder} compares text and image tokens"
+        )
     if offload != "none":
         yield Line(
             None,

@@ -13,8 +13,9 @@ from rlloop.errors import ConfigError
 DTYPES = ("float32", "bfloat16", "float16")
 
 DESCRIPTION = """\
-Compare two definitions of one model on the same tokens: KL (k1, k3), the first operation that differs, and the effect
-of each numerics setting in which they differ.
+Compare two definitions of one model on the same tokens: KL (k1, k3) by type of token, the first operation that differs,
+and the effect of each numerics setting in which they differ. A model that reads images is compared on random pictures,
+too: tokens predicted from an image, and from text beside one.
 
 A and B are each one of:
   FOLDER[@PROFILE]           rlloop's definition of a Hugging Face folder; PROFILE is rlloop, stock, huggingface or
@@ -23,13 +24,15 @@ A and B are each one of:
   transformers:FOLDER        transformers' own model
   RUN                        a run's last rollout, with the engine's logprobs; against one of its checkpoints, the
                              completions that those very weights sampled, where there are any
-  FILE.jsonl                 logprobs of another program: prompt_ids, token_ids, logprobs and optional token_types
+  FILE.jsonl                 logprobs of another program: prompt_ids, token_ids, logprobs and optional token_types;
+                             text alone
 """
 
 EXAMPLES = """\
 examples:
   rlloop parity my-model transformers:my-model         rlloop against transformers
   rlloop parity engine:my-model my-model --require         engine against trainer: exit code 3 if a bit differs
+  rlloop parity my-vl my-vl@rlloop,expert_combine=bf16_each --images 8
 """
 
 
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from rlloop.parity_tool.report import compare, draw, show
 
     console = Console()
-    report = compare(args.a, args.b, args.dtype, args.prompts, args.sequences, args.length)
+    report = compare(args.a, args.b, args.dtype, args.prompts, args.sequences, args.length, args.images)
     show(report, console)
     if args.output is not None:
         (args.output / "parity.json").write_text(json.dumps(report.as_dict(), indent=1) + "\n")
@@ -67,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens of a random one (default: 64, or the model's positions)"
     )
+    parser.add_argument(
+        "--images", type=int, metavar="N",
+        help="number of random ones with a picture, for models that read images (default: 4 where both sides can)",
+    )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="write parity.json and parity.png there")
     parser.add_argument("--require", action="store_true", help="exit with code 3 if a bit differs")
     return parser
@@ -80,7 +87,7 @@ def _refuse(args: argparse.Namespace) -> None:
                 f"{text}: there is no {path}; give a model's folder, engine:FOLDER, transformers:FOLDER, a run's "
                 "folder, or a file of logprobs"
             )
-    for name, least in (("sequences", 1), ("length", 2)):
+    for name, least in (("sequences", 1), ("length", 2), ("images", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least {least}")
     if args.prompts is not None and not args.prompts.is_file():

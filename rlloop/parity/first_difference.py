@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,11 +18,12 @@ from torch import Tensor
 from rlloop.models import Model
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.parameters import ParameterStore
+from rlloop.models.vision import PlacedFeatures, place_features
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
-from rlloop.types import Sample
+from rlloop.types import ModelInput, Sample
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
 KNOBS = {  # operation -> field of `NumericsProfile` that chooses its implementation, if that has another name
@@ -39,6 +40,8 @@ KNOBS = {  # operation -> field of `NumericsProfile` that chooses its implementa
     "add_layer_norm": "indexer",
     "index_weights": "indexer",
     "sigmoid_mul": "activation",
+    "gelu": "activation",
+    "full_attention": "attention",
     "relu_squared": "activation",
     "causal_conv": "recurrent",
     "recurrent_gates": "recurrent",
@@ -67,6 +70,7 @@ class Call:
     where: str  # the module whose weight it used, else the layer
     op: str
     rows: Tensor  # [T, ...]
+    unit: str = "token"  # a row's; in a vision tower a patch, or a feature of merged ones
 
 
 class Trace:
@@ -92,8 +96,7 @@ class Trace:
 
         def call(*args: Any, **options: Any) -> Any:
             result: Any = function(*args, **options)
-            weighted = next((self._names[id(arg)] for arg in args if id(arg) in self._names), None)
-            where = weighted or self._layer
+            where = next((name for arg in args if (name := self._name_of(arg)) is not None), self._layer)
             self._layer = re.sub(r"(\.\d+)\..*", r"\1", where)  # model.layers.3.mlp.up_proj -> model.layers.3
             if op == "rms_norm":
                 self.calls += [Call(where, "residual sum", result[1]), Call(where, op, result[0])]
@@ -105,6 +108,11 @@ class Trace:
             return result
 
         return call
+
+    def _name_of(self, arg: Any) -> str | None:
+        """The name of a weight, or of the weight that a tensor is a view of, as that of the patches is."""
+        base = arg._base if isinstance(arg, Tensor) else None
+        return self._names.get(id(arg)) or self._names.get(id(base))
 
 
 class FlatCache:
@@ -156,15 +164,16 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
     """The first operation that differs in computing `token` of `sample`, whose sequence is run again alone."""
     completion = sample.completion
-    if completion.model_input is not None:
-        return Finding("the prompt has images or positions of its own, which the doctor does not run again", {})
+    prompt = completion.model_input or ModelInput(completion.prompt_ids)
+    if len(prompt.images) < len(prompt.contents):
+        return Finding("the prompt has images that are not known here, so the doctor cannot run it again", {})
     ids = torch.tensor((completion.prompt_ids + completion.token_ids)[: token.position], device=trainer.context.device)
-    theirs, their_hidden = trace_whole(trainer, ids)
-    ours, our_hidden = _trace_decode(engine, ids, len(completion.prompt_ids))
+    theirs, their_hidden = trace_whole(trainer, ids, prompt)
+    ours, our_hidden = _trace_decode(engine, ids, prompt)
 
-    def finding(where: str, op: str, position: int, mine: Tensor, other: Tensor) -> Finding:
-        knob = knob_of(op, engine.profile, trainer.profile)
-        return _finding(where, op, knob, position, mine, other, len(completion.prompt_ids))
+    def finding(mine: Call, position: int, other: Tensor) -> Finding:
+        knob = knob_of(mine.op, engine.profile, trainer.profile)
+        return _finding(mine, knob, position, other, len(prompt))
 
     our_logits, their_logits = (  # before a rank that finds a difference leaves others alone in a copy
         model.output.whole(model.logits(hidden[-1:]))
@@ -172,10 +181,10 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     )
     for mine, other in pairs(ours, theirs):
         if (row := first_row(mine.rows, other.rows)) is not None:
-            return finding(mine.where, mine.op, row, mine.rows, other.rows)
+            return finding(mine, row, other.rows)
     if first_row(our_logits, their_logits) is not None:
-        return finding("lm_head", "logits", token.position, our_logits, their_logits)
-    offset = token.position - len(completion.prompt_ids)
+        return finding(Call("lm_head", "logits", our_logits), token.position, their_logits)
+    offset = token.position - len(prompt)
     turn = max(start for start, _ in completion.turns or ((0, 0),) if start <= offset)
     warp = warp_for([completion.sampling], [offset - turn], engine.eos_token_ids, device=ids.device)
     seed, position = (
@@ -185,7 +194,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
     scored, _ = trainer.output.token_logprob(their_hidden[-1:], target, warp)
     if first_row(sampled, scored) is not None:
-        return finding("lm_head", "token_logprob", token.position, sampled, scored)
+        return finding(Call("lm_head", "token_logprob", sampled), token.position, scored)
     return Finding(
         "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",
@@ -193,18 +202,34 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     )
 
 
-def trace_whole(model: Model, ids: Tensor) -> tuple[list[Call], Tensor]:
-    """The calls of one forward over `ids` [T], and its hidden states [T, width]."""
+def trace_whole(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Call], Tensor]:
+    """The calls of one forward over `ids` [T], which begin with the prompt's, and its hidden states [T, width]."""
+    tower, images = _trace_tower(model, ids, prompt)
     trace = Trace(model)
-    positions = torch.arange(len(ids), device=ids.device)
-    hidden = _under(model, trace).hidden(ids, positions, AttentionLayout.of_sequences([len(ids)], ids.device))
-    return trace.calls, hidden
+    positions = torch.from_numpy(prompt.positions_at(0, len(ids))).to(ids.device)
+    layout = AttentionLayout.of_sequences([len(ids)], ids.device)
+    hidden = _under(model, trace).hidden(ids, positions, layout, images=images)
+    return tower + trace.calls, hidden
 
 
-def _trace_decode(model: Model, ids: Tensor, prompt: int) -> tuple[list[Call], Tensor]:
+def _trace_tower(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Call], PlacedFeatures | None]:
+    """The vision tower's calls, and the features of the prompt's images; none for a text."""
+    trace = Trace(model)
+    images = place_features([(prompt, 0, len(ids), 0)], _under(model, trace).see)
+    patches = sum({image.digest: image.shape[0] for image in prompt.images}.values())
+    return [replace(call, unit=tower_unit(len(call.rows), patches)) for call in trace.calls], images
+
+
+def tower_unit(rows: int, patches: int) -> str:
+    """What a row of a tower's result is, of images with so many patches."""
+    return "patch" if rows == patches else "feature"
+
+
+def _trace_decode(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Call], Tensor]:
     """The same by a prefill and then token by token, with each operation's results of all forwards joined."""
+    tower, images = _trace_tower(model, ids, prompt)
     cache = FlatCache(model, len(ids))
-    cuts = [0, *range(min(prompt, len(ids)), len(ids) + 1)]
+    cuts = [0, *range(min(len(prompt), len(ids)), len(ids) + 1)]
     traces, hidden = [], []
     for start, end in pairwise(cuts):
         trace, cache.start = Trace(model), start
@@ -215,12 +240,13 @@ def _trace_decode(model: Model, ids: Tensor, prompt: int) -> tuple[list[Call], T
             block_size=len(ids),
             contiguous=False,
         )
-        positions = torch.arange(start, end, device=ids.device)
-        hidden.append(_under(model, trace).hidden(ids[start:end], positions, layout, cache))
+        positions = torch.from_numpy(prompt.positions_at(start, end)).to(ids.device)
+        seen = images if start == 0 else None
+        hidden.append(_under(model, trace).hidden(ids[start:end], positions, layout, cache, images=seen))
         traces.append(trace.calls)
     calls = zip(*traces, strict=True)
     joined = [Call(same[0].where, same[0].op, torch.cat([call.rows for call in same])) for same in calls]
-    return joined, torch.cat(hidden)
+    return tower + joined, torch.cat(hidden)
 
 
 def _under(model: Model, trace: Trace) -> Model:
@@ -237,11 +263,19 @@ def first_row(mine: Tensor, other: Tensor) -> int | None:
     return int(rows.nonzero()[0]) if rows.any() else None
 
 
-def _finding(where: str, op: str, knob: str, position: int, mine: Tensor, other: Tensor, prompt: int) -> Finding:
-    gap = float((mine.double() - other.double()).abs().max())
-    token = f"token {position} of the prompt" if position < prompt else f"token {position - prompt} of the completion"
+def _finding(call: Call, knob: str, position: int, other: Tensor, prompt: int) -> Finding:
+    gap = float((call.rows.double() - other.double()).abs().max())
+    if call.unit != "token":
+        place = f"{call.unit} {position} of the prompt's images"
+    elif position < prompt:
+        place = f"token {position} of the prompt"
+    else:
+        place = f"token {position - prompt} of the completion"
     return Finding(
-        f"The first operation that differs: {op} at {where} (profile knob {knob}), at {token}; at most {gap:.2g} apart "
-        "over the sequence",
-        {"op": op, "where": where, "knob": knob, "position": position, "largest_difference": gap},
-    )
+        f"The first operation that differs: {call.op} at {call.where} (profile knob {knob}), at {place}; at most "
+        f"{gap:.2g} apart over the sequence",
+        {
+            "op": call.op, "where": call.where, "knob": knob, "position": position, "unit": call.unit,
+            "largest_difference": gap,
+        },
+    )  # fmt: skip

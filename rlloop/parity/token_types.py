@@ -24,12 +24,19 @@ class PromptComparison:
     difference: str | None  # the first token that differs; None: all bits are equal
 
 
+def after_image(prompt: ModelInput, count: int) -> np.ndarray:
+    """[count] bool: of tokens 1 to `count`, which begin with the prompt's, those predicted from a part of an image."""
+    at = np.arange(count)
+    chosen = np.zeros(count, bool)
+    for span in prompt.contents:
+        chosen |= (span.start <= at) & (at < span.end)
+    return chosen
+
+
 def compare_prompt(prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray) -> PromptComparison:
     """`engine` and `trainer`: [P - 1] float32. k3 as in `parity.monitor`, over the tokens of a type."""
-    at = np.arange(len(prompt) - 1)
-    of_image = np.zeros(len(at), bool)
-    for span in prompt.contents:
-        of_image |= (span.start <= at) & (at < span.end)
+    count = len(prompt) - 1
+    of_image = after_image(prompt, count)
     different, metrics = engine.view(np.int32) != trainer.view(np.int32), dict[str, float]()
     with np.errstate(all="ignore"):
         d = trainer.astype(np.float64) - engine
@@ -37,15 +44,15 @@ def compare_prompt(prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray) 
     for name, chosen in zip(TYPES, (~of_image, of_image), strict=True):
         if chosen.any():
             metrics[f"parity/k3_{name}"] = float(k3[chosen].mean())
-    metrics["parity/prompt_tokens"] = len(at)
-    metrics["parity/prompt_tokens_different"] = float(different.mean()) if len(at) else 0.0
+    metrics["parity/prompt_tokens"] = count
+    metrics["parity/prompt_tokens_different"] = float(different.mean()) if count else 0.0
     if not different.any():
         return PromptComparison(metrics, None)
     first = int(different.argmax())
     kind = TYPES[int(of_image[first])]
     return PromptComparison(
         metrics,
-        f"{int(different.sum())} of {len(at)} tokens of a prompt with images have other logprobs in the engine's "
+        f"{int(different.sum())} of {count} tokens of a prompt with images have other logprobs in the engine's "
         f"prefill than in the trainer, {int((different & of_image).sum())} of them predicted from an image. First: "
         f"token {first + 1}, predicted from {kind}: engine {engine[first]:.9g}, trainer {trainer[first]:.9g}",
     )

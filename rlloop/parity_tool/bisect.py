@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.profile import SETTINGS, NumericsProfile
-from rlloop.parity.first_difference import Call, first_row, knob_of, pairs, trace_whole
+from rlloop.parity.first_difference import Call, first_row, knob_of, pairs, tower_unit, trace_whole
 from rlloop.parity_tool.measure import measure
-from rlloop.parity_tool.sides import Definition, Scored, Tokens, Transformers
+from rlloop.parity_tool.sequences import Scored, Tokens
+from rlloop.parity_tool.sides import Definition, Transformers
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class FirstDifference:
     op: str
     where: str  # the module's name in the checkpoint
     knob: str
-    position: int  # of the first token that differs
+    position: int  # of the first token that differs; in a vision tower of the first patch, or feature
+    unit: str  # "token", "patch" or "feature"
     largest: float  # difference over the sequence
 
 
@@ -43,20 +45,21 @@ class Knob:
 
 
 Model = Definition | Transformers
+TOWER = "visual."
+TOWER_OPS = {torch.nn.Linear: "linear", torch.nn.Conv3d: "linear", torch.nn.LayerNorm: "layer_norm"}
 
 
 @torch.no_grad()
 def first_difference(a: Model, b: Model, sequence: Tokens) -> FirstDifference | None:
     """Run both sides over the sequence. None if every result that both show is equal."""
-    ids = torch.tensor(sequence.ids[:-1])
-    for call, other in pairs(_calls(a, ids), _calls(b, ids)):
+    for call, other in pairs(_calls(a, sequence), _calls(b, sequence)):
         where, op = call.where, call.op
         rows, other = call.rows.flatten(1), other.rows.flatten(1)
         if rows.dtype != other.dtype:
             rows, other = rows.double(), other.double()
         if (row := first_row(rows, other)) is not None:
             gap = float((rows.double() - other.double()).abs().max())
-            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), row, gap)
+            return FirstDifference(op, where, knob_of(op, *map(_profile, (a, b))), row, call.unit, gap)
     return None
 
 
@@ -64,15 +67,16 @@ def _profile(side: Model) -> NumericsProfile:
     return side.model.profile if isinstance(side, Definition) else NumericsProfile.preset("huggingface")
 
 
-def _calls(side: Model, ids: Tensor) -> list[Call]:
+def _calls(side: Model, sequence: Tokens) -> list[Call]:
     if isinstance(side, Definition):
-        calls, hidden = trace_whole(side.model, ids)
+        read = sequence.read
+        calls, hidden = trace_whole(side.model, torch.tensor(read.token_ids), read)
         return [*calls, Call("lm_head", "logits", side.model.ops.logits(hidden, side.model.head))]
-    return list(_hooked(side.model, ids))
+    return list(_hooked(side, sequence))
 
 
 @torch.no_grad()
-def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
+def _hooked(side: Transformers, sequence: Tokens) -> Iterator[Call]:
     """Results of transformers' modules, under the names that rlloop's trace gives to the same results."""
     results: dict[tuple[str, str], Tensor] = {}
 
@@ -89,9 +93,13 @@ def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
         return hook
 
     hooks = []
-    for name, module in model.named_modules():
+    for name, module in side.model.named_modules():
+        name = _ours(name)
         layer, _, leaf = name.rpartition(".")
-        if name.endswith(".gate"):
+        if name.startswith(TOWER):
+            if op := TOWER_OPS.get(type(module)):
+                hooks.append(module.register_forward_hook(keep(name, op)))
+        elif name.endswith(".gate"):
             hooks.append(module.register_forward_hook(keep(name, "router_logits")))
         elif isinstance(module, torch.nn.Linear) and name != "lm_head":
             hooks.append(module.register_forward_hook(keep(name, "linear")))
@@ -103,15 +111,25 @@ def _hooked(model: Any, ids: Tensor) -> Iterator[Call]:
             hooks.append(module.register_forward_hook(keep(name, "rms_norm")))
         elif leaf == "mlp" and hasattr(module, "experts"):
             hooks.append(module.register_forward_hook(keep(layer, "combine")))
-    logits = model(ids[None]).logits[0].float()
+    logits = side.logits(sequence)
     for hook in hooks:
         hook.remove()
+    count, patches = len(logits), sum(image.shape[0] for image in sequence.read.images)
     for (where, op), rows in results.items():
+        if where.startswith(TOWER):  # a convolution's is [P, D, 1, 1, 1]
+            rows = rows.flatten(1)
+            yield Call(where, op, rows, tower_unit(len(rows), patches))
+            continue
         rows = rows.float() if op == "router_logits" else rows
-        if rows.ndim == 4 and rows.shape[1] != len(ids):  # [1, H, T, D]
+        if rows.ndim == 4 and rows.shape[1] != count:  # [1, H, T, D]
             rows = rows.transpose(1, 2)
-        yield Call(where, op, rows.reshape(len(ids), -1))
+        yield Call(where, op, rows.reshape(count, -1))
     yield Call("lm_head", "logits", logits)
+
+
+def _ours(name: str) -> str:
+    """transformers' name of a module of a model that reads images -> rlloop's."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", TOWER)
 
 
 def knobs(a: Definition, b: NumericsProfile, sequences: Sequence[Tokens], reference: Sequence[Scored]) -> list[Knob]:

@@ -26,6 +26,7 @@ class Difference:
     different: int  # tokens with other bits
     k1: float
     k3: float
+    mean: float  # of abs(d)
     largest: float  # abs(d)
     top_flips: int | None  # tokens at which the most likely token differs; None: not known of both sides
     expert_flips: float | None  # fraction of (token, layer) whose set of experts differs; None: likewise
@@ -82,7 +83,7 @@ def _of_sequence(sequence: Tokens, a: Scored, b: Scored) -> dict[str, np.ndarray
         "different": mu.view(np.int32) != pi.view(np.int32),
         "top": tops,
         "experts": experts,
-        "type": np.array([sequence.label(i) for i in at.tolist()], dtype=object),
+        "type": np.array(sequence.labels, dtype=object)[at],
     }
 
 
@@ -94,6 +95,7 @@ def _difference(flat: dict[str, np.ndarray], where: np.ndarray) -> Difference:
         different=int(flat["different"][where].sum()),
         k1=0.0 - float(d.mean()),
         k3=float((np.expm1(d) - d).mean()),
+        mean=float(np.abs(d).mean()),
         largest=float(np.abs(d).max()),
         top_flips=int(tops.clip(0).sum()) if (tops >= 0).any() else None,
         expert_flips=float(experts.clip(0).mean()) if (experts >= 0).any() else None,

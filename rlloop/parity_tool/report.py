@@ -15,22 +15,12 @@ from rich.table import Table
 from rlloop.errors import ConfigError
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity_tool.bisect import FirstDifference, Knob, first_difference, knobs
+from rlloop.parity_tool.choice import Choice, choose
 from rlloop.parity_tool.measure import Comparison, measure
-from rlloop.parity_tool.sides import (
-    Definition,
-    Side,
-    Tokens,
-    Transformers,
-    is_run,
-    model_folder,
-    open_side,
-    random_sequences,
-    read_prompts,
-    sampled_versions,
-    version_of,
-)
+from rlloop.parity_tool.recorded import Recorded, is_run, sampled_versions, version_of
+from rlloop.parity_tool.sequences import Tokens
+from rlloop.parity_tool.sides import Definition, Side, Transformers, model_folder, open_side
 
-LENGTH = 64  # tokens of a random sequence
 LINTHRESH = 1e-12  # below this the plot's axis is linear, so that it includes 0
 
 
@@ -43,6 +33,7 @@ class Report:
     knobs: list[Knob]
     weights: str  # which versions of a run's weights are compared; empty where no side is a run
     note: str  # the part that could not be examined, and why; empty if there is none
+    text_only: str  # why no images are compared, where a model reads them; empty if they are
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -54,22 +45,27 @@ class Report:
             "knobs": [asdict(knob) for knob in self.knobs],
             "weights": self.weights,
             "note": self.note,
+            "text_only": self.text_only,
         }
 
 
-def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int | None) -> Report:
+def compare(
+    a: str, b: str, dtype: str, prompts: Path | None, count: int, length: int | None, images: int | None = None
+) -> Report:
     """Score the same sequences on both sides (`open_side` has their forms) and compare.
 
-    Sequences are a side's own if it has some, else those of the file `prompts`, else `count` random ones of about
-    `length` tokens (None: 64, or as many as both models have positions for). Raises `ConfigError` or `ModelError`.
+    Sequences are a side's own if it has some, else those of `choose`. Left out are prompts with placeholders of images
+    that are not known. Raises `ConfigError` or `ModelError`.
     """
-    prompted = read_prompts(prompts) if prompts is not None else None
-    if prompted is None:
-        prompted = _probe([folder for text in (a, b) if (folder := model_folder(text)) is not None], count, length)
-    weights = _same_weights(a, b)
-    sides: list[Side] = [open_side(text, dtype, prompted, weights.version) for text in (a, b)]
+    choice, weights = choose((a, b), prompts, count, length, images), _same_weights(a, b)
+    known, text_only = _with_known_images(choice.sequences, choice)
+    sides: list[Side] = [open_side(text, dtype, known, weights.version) for text in (a, b)]
+    for index, side in enumerate(sides):
+        if isinstance(side, Recorded):
+            kept, text_only = _with_known_images(side.sequences(), choice)
+            sides[index] = side.only(kept)
     own = [sequences for side in sides if (sequences := side.sequences()) is not None]
-    sequences = own[0] if own else prompted
+    sequences = own[0] if own else known
     if any(len(each.ids) < 2 for each in sequences):
         raise ConfigError("a sequence has fewer than 2 tokens, so nothing in it is predicted")
     scored = [side.score(sequences) for side in sides]
@@ -77,7 +73,16 @@ def compare(a: str, b: str, dtype: str, prompts: Path | None, count: int, length
     first, knobs_, note = None, [], ""
     if comparison.first is not None:
         first, knobs_, note = _bisect(sides, sequences, comparison.first, scored)
-    return Report(sides[0].name, sides[1].name, comparison, first, knobs_, weights.text, note)
+    return Report(sides[0].name, sides[1].name, comparison, first, knobs_, weights.text, note, text_only)
+
+
+def _with_known_images(sequences: Sequence[Tokens], choice: Choice) -> tuple[list[Tokens], str]:
+    """Without the prompts whose placeholders stand for images that are not known, and what to say of them."""
+    kept = [each for each in sequences if choice.placeholder is None or not each.lacks_images(choice.placeholder)]
+    if sequences and not kept:
+        raise ConfigError("every prompt has placeholders of images, and the images are not known")
+    left_out = len(sequences) - len(kept)
+    return kept, choice.text_only + (f". Left out: {left_out} prompts with placeholders" if left_out else "")
 
 
 def _bisect(
@@ -97,20 +102,6 @@ def _bisect(
     if ours.model.indexed_layers():  # sparse attention reads latents; transformers' form has no counterpart here
         nearest = replace(nearest, latent=ours.model.profile.latent)
     return first, knobs(ours.with_profile(nearest), ours.model.profile, sequences, theirs), note
-
-
-def _probe(folders: Sequence[Path], count: int, length: int | None) -> list[Tokens]:
-    """Random sequences within the vocabulary and the positions of every model; none without a model. Raises
-    `ConfigError` for a `length` that a model has no positions for."""
-    if not folders:
-        return []
-    from rlloop.models.config import read_config
-
-    configs = [read_config(folder) for folder in folders]
-    most = min(config.max_positions for config in configs)
-    if length is not None and length > most:
-        raise ConfigError(f"--length is {length}, and the model has {most} positions; it must be at most {most}")
-    return random_sequences(min(config.vocab_size for config in configs), count, length or LENGTH, most)
 
 
 @dataclass(frozen=True)
@@ -149,20 +140,22 @@ def show(report: Report, console: Console) -> None:
     console.print(f"A  {report.a}\nB  {report.b}", highlight=False, markup=False, soft_wrap=True)
     if report.weights:
         console.print(report.weights, highlight=False, markup=False, soft_wrap=True)
-    table = _table("tokens", "all", "differ", "k1", "k3", "max |d|", "top-1", "experts")
+    table = _table("tokens", "all", "differ", "k1", "k3", "mean |d|", "max |d|", "top-1", "experts")
     for name, each in report.comparison.by_type.items():
         experts = "" if each.expert_flips is None else f"{each.expert_flips:.2%}"
         tops = "" if each.top_flips is None else str(each.top_flips)
-        numbers = (f"{value:.2e}" if value else "0" for value in (each.k1, each.k3, each.largest))
+        numbers = (f"{value:.2e}" if value else "0" for value in (each.k1, each.k3, each.mean, each.largest))
         table.add_row(name, str(each.tokens), str(each.different), *numbers, tops, experts)
     console.print(table)
+    if report.text_only:
+        console.print(report.text_only, highlight=False, markup=False, soft_wrap=True)
     if report.comparison.all.equal:
         console.print("Equal, bit for bit.")
     if report.first is not None:
         first = report.first
         console.print(
-            f"The first operation that differs: {first.op} at {first.where} (profile knob {first.knob}), at token "
-            f"{first.position}; at most {first.largest:.2g} apart over the sequence",
+            f"The first operation that differs: {first.op} at {first.where} (profile knob {first.knob}), at "
+            f"{first.unit} {first.position}; at most {first.largest:.2g} apart over the sequence",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -180,8 +173,8 @@ def show(report: Report, console: Console) -> None:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(first, box=None)
-    for name in others:
+    table = Table(box=None, collapse_padding=True, pad_edge=False)  # a line of 80 characters holds all columns
+    for name in (first, *others):
         table.add_column(name, no_wrap=True)
     return table
 

@@ -299,6 +299,16 @@ def test_several_ranks_are_refused(model: Model) -> None:
             check_placement(model.config, layout, "trainer.layout", trains=True)
 
 
+def test_a_recurrent_models_prompt_is_scored_over_pages(tmp_path: Path) -> None:
+    """Its states are saved by the names of pages, which a prompt that is only scored has, too."""
+    make_image_checkpoint(tmp_path, "qwen3_5_moe")
+    model, prompt = load_model(tmp_path), prompt_with(TEXT, image(8, 8), TEXT)
+    engine = Engine(model, page_size=4, max_batch_tokens=16)
+    for _ in range(2):
+        [scored] = engine.prefill_logprobs([prompt])
+        assert (scored == score_prompt(model, prompt).logprobs).all()
+
+
 def test_another_order_of_sums_is_seen_on_both_types_of_token(tmp_path: Path) -> None:
     """The engine rounds each expert's product, the trainer their sum: with one definition the KL is 0."""
     make_image_checkpoint(tmp_path, "qwen3_vl_moe", dtype=torch.bfloat16, text={"num_experts_per_tok": 4})

@@ -36,7 +36,8 @@ def sampled(engine: Engine) -> list[Sample]:
 
 
 def rescored(model: Model, samples: list[Sample]) -> list[np.ndarray]:
-    sequences = [(sample.completion.prompt_ids, sample.completion.token_ids) for sample in samples]
+    completions = [sample.completion for sample in samples]
+    sequences = [(made.model_input or made.prompt_ids, made.token_ids) for made in completions]
     scored = token_logprobs(model, sequences, sampling=[sample.completion.sampling for sample in samples])
     return [logprobs.detach().numpy() for logprobs in scored]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import (
 
 from rlloop import ModelInput
 from rlloop.inputs import Image
+from rlloop.models.config import read_config
+from rlloop.models.vision_processor import FILE, ImageProcessor
 
 START, PAD, END = 90, 91, 92  # tokens of the prompt's form
 TEXT = {
@@ -80,6 +83,13 @@ def make_image_checkpoint(
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
     return model
+
+
+def add_processor(folder: Path, least: int = 256) -> None:
+    """The folder's preprocessor_config.json. `least`: pixels of the smallest picture, 64 a feature."""
+    vision = read_config(folder).vision
+    assert vision is not None
+    (folder / FILE).write_text(json.dumps(ImageProcessor(vision, least).to_config()))
 
 
 def image(height: int, width: int, seed: int = 0, numbers: int = 96) -> Image:

@@ -136,7 +136,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         spare = 0 if self._device.type == "cpu" else page_size
         self._cache = PagedCache(spec, room, dtype, self._device, states, max_running + self._saved_states, spare)
         self._choices = ChoiceStore.of(model, room + spare) if record_choices else None
-        self._images = FeatureCache(model)
+        self._images = FeatureCache()
         self._graphs = None
         open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
@@ -350,7 +350,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         read: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
-        images = self._images.placed(self._scheduler.table, batch, inputs.query_start)
+        images = self._images.placed(self.model, self._scheduler.table, batch, inputs.query_start)
         decodes = 0 if self._graphs is None else decoding(batch.counts, inputs.block_start.shape[1] * self.page_size)
         if self._graphs is not None and images is None and inputs.positions.ndim == 1 and self._together.size == 1:
             at = (inputs.positions, inputs.slots, batch.counts, batch.context, inputs.block_start)

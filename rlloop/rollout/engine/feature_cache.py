@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +23,16 @@ MOST_BYTES = 1 << 30  # of features kept on the model's device; the least recent
 class FeatureCache:
     """Features by image digest, for one version of the weights."""
 
-    def __init__(self, model: Model) -> None:
-        self._model, self._kept = model, OrderedDict[str, Tensor]()
+    def __init__(self) -> None:
+        self._kept = OrderedDict[str, Tensor]()
 
     def forget(self) -> None:
         """Drop all features; the weights have changed."""
         self._kept.clear()
 
-    def placed(self, table: RequestTable, batch: ScheduledStep, query_start: np.ndarray) -> PlacedFeatures | None:
+    def placed(
+        self, model: Model, table: RequestTable, batch: ScheduledStep, query_start: np.ndarray
+    ) -> PlacedFeatures | None:
         """Image features for a step's placeholder tokens; None if there are none."""
         within = table.placed[batch.rows] & (batch.context < table.prompt_length[batch.rows])
         if not within.any():
@@ -40,13 +43,13 @@ class FeatureCache:
                 (table.request(row).model_input, begin, begin + count, at)
                 for row, begin, count, at in zip(*columns, strict=True)
             ],
-            self._see,
+            partial(self._see, model),
         )
 
-    def _see(self, images: list[Image]) -> list[Tensor]:
+    def _see(self, model: Model, images: list[Image]) -> list[Tensor]:
         missing = [image for image in images if image.digest not in self._kept]
         if missing:
-            new_features = self._model.see(missing)
+            new_features = model.see(missing)
             self._kept.update({image.digest: each for image, each in zip(missing, new_features, strict=True)})
         for image in images:
             self._kept.move_to_end(image.digest)

@@ -331,9 +331,10 @@ class Scheduler:
         return (shared, fresh) if room and self.table.num_free else None
 
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
-        if not self.blocks.prefix_caching or request.scored is not None:
+        if not self.blocks.prefix_caching:
             return []
-        return self.blocks.match(self._names(request, request.token_ids, count)[:count])
+        names = self._names(request, request.token_ids, count)[:count]  # a scored one's, too: it saves recurrent states
+        return self.blocks.match(names) if request.scored is None else []
 
     def _cached_tail(self, request: Request, shared: int) -> tuple[bytes, int] | None:
         """Name and block of its prompt's tail but for the last token, if cached. `shared`: how many blocks are."""

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from rlloop import Engine, load_model
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
-from rlloop.parity_tool.sides import open_side, parse_profile, read_logprobs
+from rlloop.parity_tool.recorded import read_logprobs
+from rlloop.parity_tool.sides import open_side, parse_profile
 from rlloop.runs.folder import RunFolder
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Example, RewardResult, Sample, SamplingParams
