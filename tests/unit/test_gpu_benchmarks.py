@@ -219,11 +219,24 @@ def test_a_study_warms_each_model_once_and_runs_every_arm(module, tmp_path, monk
 
 def test_the_studys_arms_are_configurations(module):
     study = module("gpu_study")
-    for run in study.runs_of(list(study.RECIPES), ["2e-4"], 1, None):
+
+    def config(run):
         words = run.command(Path("runs"))
-        name, overrides = words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]
-        config = build(compose_recipe(name, overrides))
-        assert config.rollout.drift is not None or run.arm in ("zero_kld", "other_batches", "router")
+        return build(compose_recipe(words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]))
+
+    def departs(run) -> bool:
+        rollout = config(run).rollout
+        return bool(rollout.drift.declared) or any(value is not None for value in vars(rollout.profile).values())
+
+    for run in study.runs_of(list(study.RECIPES), ["2e-4"], 1, None):
+        assert departs(run) == (run.arm not in ("zero_kld", "other_batches"))
+    alone = study.runs_of(["dense"], ["1e-5"], 1, list(study.NAMED), steps=1000)
+    assert [run.arm for run in alone] == list(study.NAMED)
+    assert all(map(departs, alone))
+    assert {run.name.split("/")[0] for run in alone} == {"dense-1e-5-1000"}
+    made = config(alone[0])
+    assert (made.trainer.num_steps, made.trainer.lr) == (1000, 1e-5)
+    assert not set(study.NAMED) & {run.arm for run in study.runs_of(["dense"], ["2e-4"], 1, None)}
 
 
 def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):
