@@ -8,6 +8,10 @@ What one change of an engine does alone, in many small steps:
     python benchmarks/gpu_study.py runs/gpu_study --models dense --steps 1000 --lr 1e-5 \
       --arms zero_kld other_batches stock_attention flash_attention stock_linear compiled
 
+More and more of one kind of difference:
+
+    python benchmarks/gpu_study.py runs/gpu_study --models dense --arms zero_kld int8 int6 int5 int4
+
 A run that was stopped goes on, a finished one is left as it is: the same command continues the study. Warm starts come
 first, one for each model, which all arms and seeds share. A run's output is in its .log. Runs wait for the host much of
 the time, so that a GPU has room for several.
@@ -56,12 +60,14 @@ ARMS: dict[str, dict[str, list[str]]] = {
         "fp4_both_sides": ["arm=fp4_both_sides"],
     },
 }  # fmt: skip
-# Run only where --arms names them: one change of the engine each.
+# Run only where --arms names them. One change of the engine each:
 NAMED = {
     "stock_attention": ["arm=stock_attention"],
     "flash_attention": ["arm=flash_attention"],  # needs vLLM
     "stock_linear": ["arm=stock_linear"],
     "compiled": ["arm=compiled"],
+    # Doses of one kind: weights rounded to fewer and fewer bits, each bit less twice as coarse.
+    **{f"int{bits}": [f"arm=int{bits}"] for bits in (8, 6, 5, 4)},
 }
 
 
