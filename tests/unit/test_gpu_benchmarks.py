@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,43 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
         "torch.distributed.run",
         "--nproc-per-node",
     ]
+
+
+def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, monkeypatch):
+    attention = module("gpu_attention")
+
+    def seconds(works):
+        for (call,) in works:
+            call()
+        return [[2.0] for _ in works]
+
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "seconds", seconds)
+    monkeypatch.setattr(attention, "HEADS", {"toy": (2, 1, 16)})
+    monkeypatch.setattr(attention, "LONG", (8,))
+    monkeypatch.setattr(attention, "peers", lambda *given, **more: {"SDPA": [lambda: given]})
+    assert {length for _, length in attention.PREFILL} >= {8192, 32768}
+    for flash3, expected in (({}, [("SDPA", 0.75)] * 2), ({"FA3": [list]}, [("SDPA", 0.75), ("FA3", 0.9)])):
+        monkeypatch.setattr(attention, "flash3", lambda *given, flash3=flash3: dict(flash3))
+        made = [attention.prefill("toy", 2, length) for length in (4, 8)]
+        assert [(each.peer, each.aim) for each in made] == expected
+        assert all(each.spread == each.peer_spread for each in made)
+
+
+def test_products_of_64_to_1024_rows_are_measured(module, monkeypatch):
+    path = "rlloop.numerics.kernels.triton"
+    for name in (path, f"{path}.backend"):  # which need Triton
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[f"{path}.backend"], "linear", None, raising=False)
+    monkeypatch.delitem(sys.modules, "gpu_linear", raising=False)
+    linear = module("gpu_linear")
+    monkeypatch.delitem(sys.modules, "gpu_linear")
+    made = [*linear.cases(linear.MIDDLE)]
+    assert sorted({case.rows for case in made}) == [96, 128, 256, 512, 768]
+    assert len(made) == 5 * 15
+    figure = made[0].figure("cuBLAS", [1e-6, 2e-6, 4e-6], [2e-6], 0.95)
+    assert (figure.unit, figure.ratio) == ("TFLOP/s", 1.0)
+    assert figure.spread == pytest.approx((figure.value / 2, figure.value * 2))
 
 
 def test_recurrences_name_the_peers_that_refuse(module, capsys):
