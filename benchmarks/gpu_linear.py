@@ -1,6 +1,6 @@
 """The invariant matrix product beside cuBLAS and other invariant products, bfloat16: CUDA graphs, cold weights.
 
-    python benchmarks/gpu_linear.py [--quick]
+    python benchmarks/gpu_linear.py [--rows 96 128 256 512 768] [--quick]
 
 Ours go through the kernels that models call. Shapes are those of Qwen3 0.6B, 8B and 30B-A3B (its attention and head).
 Products follow one another on other inputs; of few rows, our next launch overlaps with the end of the one before.
@@ -37,8 +37,8 @@ SHAPES = {  # model -> name -> (K, N)
     "8B": {"q": (4096, 4096), "kv": (4096, 1024), "gate": (4096, 12288), "down": (12288, 4096), "head": (4096, 151936)},
     "30B-A3B": {"q": (2048, 4096), "kv": (2048, 512), "o": (4096, 2048), "head": (2048, 151936)},
 }  # fmt: skip
-SMALL, LARGE = (1, 8, 16, 32, 64), (1024, 4096, 16384)
-QUICK = (16, 64, 4096)
+SMALL, MIDDLE, LARGE = (1, 8, 16, 32, 64), (96, 128, 256, 512, 768), (1024, 4096, 16384)
+QUICK = (16, 64, 256, 4096)
 VLLM = "vllm.model_executor.layers.batch_invariant"
 THINKING = "batch_invariant_ops"
 
@@ -78,7 +78,7 @@ def ours(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def times(case: Case, products: list[Product]) -> list[list[float]]:
-    copies = max(2, min(64, L2_BYTES // case.bytes)) if case.rows <= SMALL[-1] else 2
+    copies = max(2, min(64, L2_BYTES // case.bytes)) if case.rows < LARGE[0] else 2
     generator = torch.Generator("cuda").manual_seed(0)
     inputs = [
         [
@@ -124,7 +124,8 @@ def beside_vllm(numbers: tuple[int, ...]) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three numbers of rows, nothing recorded")
+    parser.add_argument("--quick", action="store_true", help="four numbers of rows, nothing recorded")
+    parser.add_argument("--rows", type=int, nargs="+", help="record these numbers of rows beside the rest")
     parser.add_argument("--vllm", nargs="+", help=argparse.SUPPRESS)  # the other process: a path, then numbers of rows
     args = parser.parse_args()
     with torch.inference_mode():
@@ -132,11 +133,12 @@ def main() -> None:
             path, *numbers = args.vllm
             Path(path).write_text(json.dumps(in_vllm_s_mode(tuple(map(int, numbers)))))
             return
-        numbers = QUICK if args.quick else SMALL + LARGE
+        numbers = tuple(args.rows or (QUICK if args.quick else SMALL + MIDDLE + LARGE))
         figures = beside_cublas(numbers)
     packages = ["triton"]
-    if importlib.util.find_spec("vllm"):
-        figures += beside_vllm(tuple(rows for rows in numbers if rows <= SMALL[-1]))
+    few = tuple(rows for rows in numbers if rows <= SMALL[-1])
+    if few and importlib.util.find_spec("vllm"):
+        figures += beside_vllm(few)
         packages.append("vllm")
     if args.quick:
         print(table(figures))

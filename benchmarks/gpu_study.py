@@ -3,6 +3,15 @@
     python benchmarks/gpu_study.py runs/gpu_study [--models dense experts] [--lr 2e-4] [--seeds 3] [--slots 4] [--list]
     rlloop compare runs/gpu_study/dense-2e-4 -o report.html  # of a stopped study, name the runs that ended
 
+What one change of an engine does alone, in many small steps:
+
+    python benchmarks/gpu_study.py runs/gpu_study --models dense --steps 1000 --lr 1e-5 \
+      --arms zero_kld other_batches stock_attention flash_attention stock_linear compiled
+
+More and more of one kind of difference:
+
+    python benchmarks/gpu_study.py runs/gpu_study --models dense --arms zero_kld int8 int6 int5 int4
+
 A run that was stopped goes on, a finished one is left as it is: the same command continues the study. Warm starts come
 first, one for each model, which all arms and seeds share. A run's output is in its .log. Runs wait for the host much of
 the time, so that a GPU has room for several.
@@ -51,6 +60,15 @@ ARMS: dict[str, dict[str, list[str]]] = {
         "fp4_both_sides": ["arm=fp4_both_sides"],
     },
 }  # fmt: skip
+# Run only where --arms names them. One change of the engine each:
+NAMED = {
+    "stock_attention": ["arm=stock_attention"],
+    "flash_attention": ["arm=flash_attention"],  # needs vLLM
+    "stock_linear": ["arm=stock_linear"],
+    "compiled": ["arm=compiled"],
+    # Doses of one kind: weights rounded to fewer and fewer bits, each bit less twice as coarse.
+    **{f"int{bits}": [f"arm=int{bits}"] for bits in (8, 6, 5, 4)},
+}
 
 
 class Run(NamedTuple):
@@ -58,26 +76,30 @@ class Run(NamedTuple):
     arm: str
     lr: str
     seed: int
+    steps: int | None = None  # None: the recipe's
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.lr}/{self.arm},seed={self.seed}"  # as `rlloop compare` reads arms and seeds
+        steps = f"-{self.steps}" if self.steps else ""
+        return f"{self.model}-{self.lr}{steps}/{self.arm},seed={self.seed}"  # as `rlloop compare` reads arms and seeds
 
     def command(self, folder: Path) -> list[str]:
         return [
             sys.executable, "-m", "rlloop", "train", "--config-name", RECIPES[self.model], "algorithm=gspo",
-            *ARMS[self.model][self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}",
-            f'run.dir="{folder / self.name}"',
+            *{**NAMED, **ARMS[self.model]}[self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}",
+            *([f"trainer.num_steps={self.steps}"] if self.steps else []), f'run.dir="{folder / self.name}"',
         ]  # fmt: skip
 
 
-def runs_of(models: list[str], lrs: list[str], seeds: int, arms: list[str] | None) -> list[Run]:
+def runs_of(
+    models: list[str], lrs: list[str], seeds: int, arms: list[str] | None, steps: int | None = None
+) -> list[Run]:
     """Whole arms first, so that a study that is stopped has some."""
     return [
-        Run(model, arm, lr, seed)
+        Run(model, arm, lr, seed, steps)
         for model in models
         for lr in lrs
-        for arm in ARMS[model]
+        for arm in [*ARMS[model], *(NAMED if arms else ())]
         for seed in range(seeds)
         if arms is None or arm in arms or f"{arm},seed={seed}" in arms
     ]
@@ -147,12 +169,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", choices=RECIPES, nargs="+", default=list(RECIPES))
     parser.add_argument("--lr", nargs="+", default=["2e-4"], help="rates of learning")
-    parser.add_argument("--arms", nargs="+", help="some of them; ARM,seed=N: a single run")
+    parser.add_argument(
+        "--arms", nargs="+", help=f"some of them, or {', '.join(NAMED)}, left out else; ARM,seed=N: a single run"
+    )
+    parser.add_argument("--steps", type=int, help="of a run, in place of the recipe's")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm, from 0 on")
     parser.add_argument("--slots", type=int, default=4, help="runs at a time on each GPU")
     parser.add_argument("--list", action="store_true", help="print the runs' commands")
     args = parser.parse_args()
-    runs = runs_of(args.models, args.lr, args.seeds, args.arms)
+    runs = runs_of(args.models, args.lr, args.seeds, args.arms, args.steps)
     if args.list:
         print("\n".join(" ".join(run.command(args.folder)) for run in runs))
         return 0

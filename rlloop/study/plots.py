@@ -29,11 +29,11 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
     """All panels as a PNG: for each arm a line (mean over seeds) in a band (smallest to largest)."""
     longest = max(len(run.records) for arm in arms for run in arm.runs)
     window = max(1, longest // 40)
-    figure = _figure(15, 8.4)
+    figure = new_figure(15, 8.4)
     lines = {}
     for axes, (title, metric, dashed) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         for index, arm in enumerate(arms):
-            for name, dash in ((metric, _dash(index)), (dashed, ":")):
+            for name, dash in ((metric, arm_dash(index)), (dashed, ":")):
                 curve = band(arm, name, 1 if name and name.startswith("eval/") else window) if name else None
                 if curve is None:
                     continue
@@ -44,7 +44,7 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
                 if len(arms) <= BANDED and len(arm.runs) > 1:
                     axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="step")
-        _finish(axes)
+        finish(axes)
         if metric == "parity/k3":
             axes.set_yscale("symlog", linthresh=LINTHRESH)
             axes.set_ylim(bottom=-LINTHRESH)
@@ -53,12 +53,12 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
         else:
             axes.set_ylim(bottom=0)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(5, len(lines)), frameon=False)
-    return _png(figure)
+    return png_of(figure)
 
 
 def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
     """Last held-out pass@1 of every run against its dose, as a PNG. `doses`: by the run's path."""
-    figure = _figure(8.5, 5)
+    figure = new_figure(8.5, 5)
     axes = figure.subplots()
     for index, arm in enumerate(arms):
         colour = COLOURS[index % len(COLOURS)]
@@ -76,32 +76,32 @@ def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
         xlabel="train-inference KL (k3), mean from its first step to the collapse or the end",
         ylabel="held-out pass@1 at the end (hollow: through the engine)",
     )
-    _finish(axes)
+    finish(axes)
     if axes.get_legend_handles_labels()[1]:  # empty if no run was evaluated
         figure.legend(loc="outside right upper", frameon=False, fontsize="small")
-    return _png(figure)
+    return png_of(figure)
 
 
 def _last(run: Run, metric: str) -> float:
     return run.series(metric)[-1][1]
 
 
-def _dash(index: int) -> str:
+def arm_dash(index: int) -> str:
     return DASHES[index // len(COLOURS) % 3]
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _finish(axes: Axes) -> None:
+def finish(axes: Axes) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=110, format="png", metadata={"Software": None})
     return file.getvalue()

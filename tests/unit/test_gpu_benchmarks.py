@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,43 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     ]
 
 
+def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, monkeypatch):
+    attention = module("gpu_attention")
+
+    def seconds(works):
+        for (call,) in works:
+            call()
+        return [[2.0] for _ in works]
+
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "seconds", seconds)
+    monkeypatch.setattr(attention, "HEADS", {"toy": (2, 1, 16)})
+    monkeypatch.setattr(attention, "LONG", (8,))
+    monkeypatch.setattr(attention, "peers", lambda *given, **more: {"SDPA": [lambda: given]})
+    assert {length for _, length in attention.PREFILL} >= {8192, 32768}
+    for flash3, expected in (({}, [("SDPA", 0.75)] * 2), ({"FA3": [list]}, [("SDPA", 0.75), ("FA3", 0.9)])):
+        monkeypatch.setattr(attention, "flash3", lambda *given, flash3=flash3: dict(flash3))
+        made = [attention.prefill("toy", 2, length) for length in (4, 8)]
+        assert [(each.peer, each.aim) for each in made] == expected
+        assert all(each.spread == each.peer_spread for each in made)
+
+
+def test_products_of_64_to_1024_rows_are_measured(module, monkeypatch):
+    path = "rlloop.numerics.kernels.triton"
+    for name in (path, f"{path}.backend"):  # which need Triton
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules[f"{path}.backend"], "linear", None, raising=False)
+    monkeypatch.delitem(sys.modules, "gpu_linear", raising=False)
+    linear = module("gpu_linear")
+    monkeypatch.delitem(sys.modules, "gpu_linear")
+    made = [*linear.cases(linear.MIDDLE)]
+    assert sorted({case.rows for case in made}) == [96, 128, 256, 512, 768]
+    assert len(made) == 5 * 15
+    figure = made[0].figure("cuBLAS", [1e-6, 2e-6, 4e-6], [2e-6], 0.95)
+    assert (figure.unit, figure.ratio) == ("TFLOP/s", 1.0)
+    assert figure.spread == pytest.approx((figure.value / 2, figure.value * 2))
+
+
 def test_recurrences_name_the_peers_that_refuse(module, capsys):
     recurrent, peers = module("gpu_recurrent"), module("recurrent_peers")
 
@@ -219,11 +257,24 @@ def test_a_study_warms_each_model_once_and_runs_every_arm(module, tmp_path, monk
 
 def test_the_studys_arms_are_configurations(module):
     study = module("gpu_study")
-    for run in study.runs_of(list(study.RECIPES), ["2e-4"], 1, None):
+
+    def config(run):
         words = run.command(Path("runs"))
-        name, overrides = words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]
-        config = build(compose_recipe(name, overrides))
-        assert config.rollout.drift is not None or run.arm in ("zero_kld", "other_batches", "router")
+        return build(compose_recipe(words[words.index("--config-name") + 1], words[words.index("--config-name") + 2 :]))
+
+    def departs(run) -> bool:
+        rollout = config(run).rollout
+        return bool(rollout.drift.declared) or any(value is not None for value in vars(rollout.profile).values())
+
+    for run in study.runs_of(list(study.RECIPES), ["2e-4"], 1, None):
+        assert departs(run) == (run.arm not in ("zero_kld", "other_batches"))
+    alone = study.runs_of(["dense"], ["1e-5"], 1, list(study.NAMED), steps=1000)
+    assert [run.arm for run in alone] == list(study.NAMED)
+    assert all(map(departs, alone))
+    assert {run.name.split("/")[0] for run in alone} == {"dense-1e-5-1000"}
+    made = config(alone[0])
+    assert (made.trainer.num_steps, made.trainer.lr) == (1000, 1e-5)
+    assert not set(study.NAMED) & {run.arm for run in study.runs_of(["dense"], ["2e-4"], 1, None)}
 
 
 def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):

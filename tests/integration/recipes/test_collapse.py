@@ -103,6 +103,16 @@ def test_a_drifted_arm_beside_the_equal_one(tmp_path, capsys):
     assert main(["verify", "study/arm=int4_tensor"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of Inductor's own imports
+@pytest.mark.parametrize("arm", ["stock_attention", "stock_linear", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_an_engine_that_differs_in_some_operations_alone(tmp_path, arm):
+    sizes = ("task.model.hidden_size=64", "task.model.intermediate_size=128")  # enough terms that their order shows
+    assert train(f"arm={arm}", *sizes, "run.dir=run") == 0
+    records = list(read_records(tmp_path / "run" / "metrics.jsonl"))[1:]
+    assert sum(record["parity/tokens_different"] for record in records) > 0
+    assert max(abs(record["parity/k3"]) for record in records) < 1e-6
+
+
 def test_a_switch_in_mid_run_leaves_the_steps_before_it_equal(tmp_path):
     assert train("arm=switched_int4", "rollout.drift.from_step=2", "run.dir=switched") == 0
     records = list(read_records(tmp_path / "switched" / "metrics.jsonl"))

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import torch
 
 from rlloop.study.quantize import quantized
@@ -16,6 +18,15 @@ def test_linear_weights_are_rounded_anew_at_each_version_and_the_rest_is_kept():
         assert (pair.engine.policy_version, pair.twin.policy_version) == (version, version)
         assert pair.differs()
         pair.train()
+
+
+def test_narrower_weights_are_larger_doses():
+    doses = []
+    for kind in ("int8", "int6", "int5", "int4"):
+        pair = Pair(weights=kind)
+        doses.append(pair.sync.publish(0)["sync/weight_error"])
+        assert torch.equal(pair.served(LINEAR), quantized(pair.weight(LINEAR), kind))
+    assert all(1.8 < more / less < 4.5 for less, more in pairwise(doses))
 
 
 def test_a_bf16_engine_rounds_every_weight():

@@ -75,6 +75,19 @@ def test_narrower_integers_are_further_away():
     assert errors[-1] > 10 * errors[0]
 
 
+def test_each_bit_less_of_a_width_is_twice_as_coarse():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    steps = {"int8": 127, "int6": 31, "int5": 15, "int4": 7}  # from 0 to a row's largest
+    errors = {}
+    for kind, count in steps.items():
+        made, scale = quantized(weight, kind), weight.abs().amax(-1, keepdim=True) / count
+        torch.testing.assert_close((made / scale).round() * scale, made)
+        assert ((made - weight).abs() <= scale * 0.50001).all()
+        errors[kind] = float((made - weight).norm())
+    for wide, narrow in (("int8", "int6"), ("int6", "int5"), ("int5", "int4")):
+        assert errors[narrow] / errors[wide] == pytest.approx(steps[wide] / steps[narrow], rel=0.05)
+
+
 def test_activations_are_bf16_or_fp8_by_token():
     x = rows([1.0 + 2.0**-9, 1.0], [448.0, 17.0], [0.0, 0.0])
     assert rounded_activation(x, "bf16").tolist() == [[1.0, 1.0], [448.0, 17.0], [0.0, 0.0]]
