@@ -111,6 +111,8 @@ class ModelInput:
     token_ids: list[int]  # [T]
     positions: np.ndarray | None = None  # [T] or [axes, T] int64; None: 0 to T - 1
     contents: tuple[ContentSpan, ...] = ()  # ascending; none in a text
+    # Tokens that were given; those after may be a policy's own, which may be placeholders. None: all were given.
+    given: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -212,7 +214,8 @@ class ModelInput:
     def followed_by(self, token_ids: Sequence[int]) -> ModelInput:
         """This input followed by text, such as a conversation's further turns."""
         positions = None if self.positions is None else self.positions_at(0, len(self) + len(token_ids))
-        return ModelInput([*self.token_ids, *token_ids], positions, self.contents)
+        given = len(self) if self.given is None else self.given
+        return ModelInput([*self.token_ids, *token_ids], positions, self.contents, given)
 
     @property
     def images(self) -> list[Image]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
@@ -263,10 +263,15 @@ class Example:
         """The engine's input: the `ModelInput` if there is one, else the token ids."""
         return self.prompt_ids if self.model_input is None else self.model_input
 
-    def asked_with(self, token_ids: list[int]) -> ModelInput | list[int]:
-        """The engine's input for a conversation whose tokens, prompt included, are `token_ids`."""
-        first = self.model_input
-        return token_ids if first is None else first.followed_by(token_ids[len(first) :])
+    def asked_with(self, token_ids: list[int], placeholders: Collection[int] = ()) -> ModelInput | list[int]:
+        """The engine's input for a conversation whose tokens, prompt included, are `token_ids`.
+
+        `placeholders`: ids that an engine refuses in a prompt; the input says that those after it were not given.
+        """
+        first, more = self.model_input, token_ids[len(self.prompt_ids) :]
+        if first is None and {*placeholders}.isdisjoint(more):
+            return token_ids
+        return as_model_input(self.asked).followed_by(more)
 
 
 @dataclass(frozen=True)

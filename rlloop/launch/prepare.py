@@ -55,6 +55,8 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     if config.rollout.partial.prompts:
         _check_carries(config, task)
+    if check := getattr(scored, "check_example", None):
+        check(task.eval_examples(1)[0])
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 

@@ -101,7 +101,8 @@ def with_lora(model: Model, lora: LoraSection, seed: int) -> Model:
 
 
 def vocabulary_of(config: ModelConfig) -> Vocabulary:
-    return Vocabulary(config.vocab_size, config.eos_token_ids)
+    placeholders = () if config.vision is None else tuple(config.vision.placeholders.values())
+    return Vocabulary(config.vocab_size, config.eos_token_ids, placeholders)
 
 
 def make_engine(

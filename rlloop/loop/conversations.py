@@ -208,7 +208,8 @@ class UnderWay:
                 return
             assert self._turns is not None, "only `advance` advances"
             asked = talk.turn.next_piece(self.slice_tokens)
-            piece = self._turns.submit(talk.example.asked_with(talk.turn.ids), asked)
+            prompt = talk.example.asked_with(talk.turn.ids, self.vocabulary.placeholders)
+            piece = self._turns.submit(prompt, asked)
             self._at_engine += 1
             yield piece
             self._at_engine -= 1

@@ -127,6 +127,13 @@ class VisionConfig:
     deepstack: tuple[int, ...]  # blocks whose output is a feature, too; layer i of the decoder adds the i-th
     rope_theta: float
     image_token_id: int  # the placeholder
+    video_token_id: int | None = None  # that of videos, which rlloop does not read
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Ids that stand for content other than text, by their names in config.json."""
+        ids = {"image_token_id": self.image_token_id, "video_token_id": self.video_token_id}
+        return {name: id for name, id in ids.items() if id is not None}
 
     @property
     def head_dim(self) -> int:

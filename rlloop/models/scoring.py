@@ -390,8 +390,8 @@ def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
             raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
-        if row.model_input is not None and row.model_input.contents:
-            check_images(row.model_input, model.config)
+        prompt = row.predict[0] if len(row.predict) else len(ids)
+        check_images(as_model_input(ids if row.model_input is None else row.model_input), model.config, prompt)
         if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
             raise ConfigError(f"sequence {index} has position {last}; the model has {limit} positions, from 0 on")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()

@@ -286,8 +286,11 @@ def _grid(height: int, width: int, config: VisionConfig, device: torch.device) -
     return _Grid(corners.to(device), shares.to(device), (angle.cos().to(device), angle.sin().to(device)))
 
 
-def check_images(model_input: ModelInput, config: ModelConfig) -> None:
-    """Raises `ConfigError` for images that the model cannot read, and for placeholders that do not match them."""
+def check_images(model_input: ModelInput, config: ModelConfig, given: int | None = None) -> None:
+    """Raises `ConfigError` for images that the model cannot read, and for placeholders that do not match them.
+
+    `given`: tokens that no policy sampled, in which no placeholder may stand without its image; None: the input's own.
+    """
     for span in model_input.contents:
         image, vision = span.image, config.vision
         if vision is None:
@@ -326,4 +329,27 @@ def check_images(model_input: ModelInput, config: ModelConfig) -> None:
             raise ConfigError(
                 "a prompt with images needs positions of three axes (time, height, width), as ModelInput.with_images "
                 "makes them"
+            )
+    if config.vision is not None:
+        _check_outside(model_input, model_input.given if given is None else given, config)
+
+
+def _check_outside(model_input: ModelInput, given: int | None, config: ModelConfig) -> None:
+    """Raises `ConfigError` for a placeholder without an image among the `given` first tokens (None: all).
+
+    The model would read its embedding, which training has given no meaning. A policy may sample one all the same.
+    """
+    assert config.vision is not None
+    spans, ids = model_input.contents, model_input.token_ids[:given]
+    for begin, end in zip([0, *(span.end for span in spans)], [*(span.start for span in spans), None], strict=True):
+        outside = list(ids[begin:end])
+        for name, token in config.vision.placeholders.items():
+            if token not in outside:
+                continue
+            change = "give its image (ImageProcessor.prompt, ModelInput.from_processor; over HTTP, chat completions)"
+            if name == "video_token_id":
+                change = "rlloop reads images alone"
+            raise ConfigError(
+                f"token {token} at index {begin + outside.index(token)} of a prompt is {config.architecture}'s "
+                f"placeholder {name}, and no image stands there; {change}, or leave the token out"
             )

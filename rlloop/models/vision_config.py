@@ -30,7 +30,7 @@ TOWERED = {
         ("qwen3_5_moe_text",), ("qwen3_5_moe_vision", "qwen3_5_moe"), None
     ),
 }  # fmt: skip
-MARKS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")  # tokens that only mark up the prompt
+MARKS = ("vision_start_token_id", "vision_end_token_id")  # tokens that only mark up the prompt
 
 
 def split(raw: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], Keys]:
@@ -58,8 +58,9 @@ def with_tower(config: ModelConfig, keys: Keys, raw: Mapping[str, Any]) -> Model
     if not isinstance(vision_config, dict):
         keys.refuse("vision_config", vision_config, "an object")
     token = keys.count("image_token_id", least=0, most=config.vocab_size - 1)
+    video = keys.count("video_token_id", least=0) if keys.has("video_token_id") else None
     keys.refuse_the_rest()
-    vision = _read(Keys(vision_config, "vision_config."), TOWERED[config.architecture], token)
+    vision = _read(Keys(vision_config, "vision_config."), TOWERED[config.architecture], token, video)
     if vision.out_size != config.hidden_size:
         Keys({}, "vision_config.").refuse(
             "out_hidden_size", vision.out_size, f"the decoder's hidden_size ({config.hidden_size})"
@@ -71,7 +72,7 @@ def with_tower(config: ModelConfig, keys: Keys, raw: Mapping[str, Any]) -> Model
     return replace(config, vision=vision, raw=dict(raw))
 
 
-def _read(keys: Keys, family: Towered, image_token_id: int) -> VisionConfig:
+def _read(keys: Keys, family: Towered, image_token_id: int, video_token_id: int | None) -> VisionConfig:
     keys.fixed("model_type", *family.vision_types)
     keys.fixed("hidden_act", "gelu_pytorch_tanh")
     keys.fixed("attention_dropout", 0)
@@ -107,6 +108,7 @@ def _read(keys: Keys, family: Towered, image_token_id: int) -> VisionConfig:
         deepstack=tuple(blocks),
         rope_theta=theta,
         image_token_id=image_token_id,
+        video_token_id=video_token_id,
     )
     keys.refuse_the_rest()
     return config

@@ -93,6 +93,11 @@ class ImageProcessor:
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise ConfigError(f"a picture is {picture.dtype} {list(picture.shape)}; pixels are uint8 [H, W, 3]")
             picture = pillow.fromarray(picture)
+        elif not isinstance(picture, pillow.Image):
+            raise ConfigError(
+                f"a picture is {picture!r:.80}; give a file's bytes (Path(...).read_bytes()), a PIL.Image.Image, or "
+                "pixels [H, W, 3] uint8"
+            )
         picture = picture.convert("RGB")
         width, height = self.size(picture.width, picture.height)
         pixels = np.asarray(picture.resize((width, height), pillow.Resampling.BICUBIC))

@@ -10,10 +10,11 @@ from rlloop.types import Completion, FinishReason, SamplingParams, stop_ids
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Size of a model's vocabulary, and the ids that end a sequence."""
+    """Size of a model's vocabulary, the ids that end a sequence, and those that stand for images or videos."""
 
     size: int
     eos_token_ids: tuple[int, ...]
+    placeholders: tuple[int, ...] = ()
 
 
 def fault_of(

@@ -24,6 +24,8 @@ class RewardModel:
     completion, the end of the turn, the verdict. The policy must have the reward model's tokenizer. Any engine server
     answers, since the reward is `/v1/completions` with `max_tokens` 0.
 
+    An example with images is refused: the server would get their placeholders without the picture.
+
     Transport errors and statuses 408, 425, 429 and 5xx are tried again. Raises `ConfigError`.
     """
 
@@ -62,7 +64,16 @@ class RewardModel:
         token = os.environ[token_env] if token_env else None
         self._client = OnThisLoop(lambda: async_client(token=token, most=MAX_ANSWER, timeout=timeout))
 
+    def check_example(self, example: Example) -> None:
+        """Raises `ConfigError` for an example with images. A run asks before its first step."""
+        if example.model_input is not None and example.model_input.contents:
+            raise ConfigError(
+                f"example {example.id!r} has images, and RewardModel sends token ids, which would be placeholders "
+                "without their picture; use a reward in Python, which sees example.model_input.images"
+            )
+
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
+        self.check_example(example)
         ids = [*example.prompt_ids, *self.chat.ids(completion), self._end, self._verdict]
         tries = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(worth_another_try),

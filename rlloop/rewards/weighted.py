@@ -56,6 +56,12 @@ class Weighted:
         limits = [getattr(reward, "concurrency", None) for reward in self.rewards.values()]
         self.concurrency = min((limit for limit in limits if limit), default=None)
 
+    def check_example(self, example: Example) -> None:
+        """Raises `ConfigError` for an example that a part refuses."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "check_example"):
+                reward.check_example(example)
+
     async def _part(self, name: str, request: tuple[str, str, Example]) -> RewardResult:
         reward = self.rewards[name]
         value = reward(*request)

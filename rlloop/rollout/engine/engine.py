@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
+from rlloop.inputs import as_model_input
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -167,6 +168,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         return Part(ids.tolist(), logprobs.copy(), raw.copy(), Alternatives.joined(likeliest))
 
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
+        self._check_images(prompt)
         model = self.model if adapter is None else self.model.with_adapter(adapter)
         return score_prompt(model, prompt, top_logprobs)
 
@@ -411,8 +413,11 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         super()._check(prompt, sampling, top_logprobs)
-        if isinstance(prompt, ModelInput) and prompt.contents:
-            check_images(prompt, self.model.config)
+        self._check_images(prompt)
+
+    def _check_images(self, prompt: ModelInput | list[int]) -> None:
+        if (config := getattr(self.model, "config", None)) is not None:  # a model of another's may have none
+            check_images(as_model_input(prompt), config)
 
     def _accept(
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None

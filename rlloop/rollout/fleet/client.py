@@ -105,7 +105,11 @@ class EngineClient:
         at fault) or `ConfigError` (the request is). If cancelled, it tells the engine to stop.
         """
         names = None if adapters is None or not any(adapters) else list(adapters)
-        ask = Ask(ids_alone(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names)
+        given = [prompt.given if isinstance(prompt, ModelInput) else None for prompt in prompts]
+        ask = Ask(
+            ids_alone(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names,
+            given if any(given) else None,
+        )  # fmt: skip
         key = secrets.token_hex(16)
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         try:

@@ -168,7 +168,7 @@ class EngineServer:
         ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
         each = one_for_each(ask.prompts, ask.sampling)
         names = () if ask.adapters is None else adapter_for_each(ask.prompts, ask.adapters)
-        submit = partial(self.service.submit, ask.prompts, each, ask.lowest, ask.highest, adapters=names)
+        submit = partial(self.service.submit, ask.asked, each, ask.lowest, ask.highest, adapters=names)
         if ask.holder == self._lease.holder and ask.term < self._lease.term:
             return self._fenced(ask.term)
         key = request.headers.get("idempotency-key")

@@ -20,7 +20,7 @@ import msgspec
 from rlloop.errors import RlloopError
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, NoEngine, VersionUnavailable
 from rlloop.rollout.fleet.wire import EngineState
-from rlloop.types import Completion, SamplingParams
+from rlloop.types import Completion, ModelInput, SamplingParams
 
 Status = Literal["joining", "behind", "serving", "quarantined", "lost"]
 Record = Callable[[Mapping[str, Any]], object]  # receives an event
@@ -44,7 +44,7 @@ class PoolClient(Protocol):
 
     async def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[ModelInput | list[int]],
         sampling: Sequence[SamplingParams],
         *,
         lowest: int | None = None,

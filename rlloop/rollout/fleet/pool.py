@@ -49,6 +49,7 @@ class _Batch:
     """One call of `EnginePool.generate`."""
 
     prompts: Sequence[list[int]]
+    asked: Sequence[ModelInput | list[int]]  # of the same ids
     sampling: Sequence[SamplingParams]
     version: int
     completions: list[Completion | None]
@@ -166,7 +167,7 @@ class EnginePool:
         version: int,
         session: str | None = None,
     ) -> list[Completion]:
-        prompts = ids_alone(prompts)
+        asked, prompts = prompts, ids_alone(prompts)
         if not prompts:
             return []
         if version != self._members.version:
@@ -176,7 +177,7 @@ class EnginePool:
             for params in sampling
         ]  # engines can only repeat a completion with a known seed
         batch = _Batch(
-            prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
+            prompts, asked, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
         )  # fmt: skip
         self._batches.add(batch)
         self._queue += self._cut(batch)
@@ -291,7 +292,7 @@ class EnginePool:
         batch = chunk.batch
         try:
             completions = await member.client.generate(
-                [batch.prompts[index] for index in chunk.indices],
+                [batch.asked[index] for index in chunk.indices],
                 [batch.sampling[index] for index in chunk.indices],
                 lowest=batch.version,
                 highest=batch.version,

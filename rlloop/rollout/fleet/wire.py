@@ -11,16 +11,16 @@ import base64
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from rlloop.errors import UNREADABLE, RlloopError
+from rlloop.errors import UNREADABLE, ConfigError, RlloopError
 from rlloop.rollout.errors import BadAnswer
-from rlloop.types import WHOLE, Completion, FinishReason, SamplingParams
+from rlloop.types import WHOLE, Completion, FinishReason, ModelInput, SamplingParams
 
 CONTENT_TYPE = "application/msgpack"
 LARGEST = 1e-3  # of a logprob: rounding may bring one a little above 0
@@ -40,6 +40,16 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     holder: str = ""  # the asking run, and its term: see Lease
     term: int = 0
     adapters: list[str | None] | None = None  # names, one each; None: the model as it is
+    given: list[int | None] | None = None  # `ModelInput.given` of each; None: all tokens of all prompts were given
+
+    @property
+    def asked(self) -> Sequence[ModelInput | list[int]]:
+        """The engine's inputs. Raises `ConfigError` for `given` of another length."""
+        if self.given is None:
+            return self.prompts
+        if len(self.given) != len(self.prompts):
+            raise ConfigError(f"{len(self.prompts)} prompts came with {len(self.given)} numbers of given tokens")
+        return [ModelInput(ids, given=count) for ids, count in zip(self.prompts, self.given, strict=True)]
 
 
 class Lease(msgspec.Struct, forbid_unknown_fields=True):
