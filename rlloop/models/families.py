@@ -260,7 +260,9 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "Qwen3_5MoeForConditionalGeneration": (("qwen3_5_moe",), _qwen35_moe),
     "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
     "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
+    "KimiK25ForConditionalGeneration": (("kimi_k25",), deepseek),
 }
+ALIASES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}  # transformers' name -> the released
 
 
 def _full_attention(keys: Keys, num_layers: int) -> None:

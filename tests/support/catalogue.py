@@ -53,6 +53,9 @@ STANDINGS = {  # by architecture
         DENSE, vllm="no", lora="not tried", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
+    "KimiK25ForConditionalGeneration": replace(
+        DENSE, gpu="not tried", vllm="no", proven=f"{CHECKS}, of its text model; a Kimi K2's on GPUs"
+    ),
     "GptOssForCausalLM": Standing("operations", "CPU", "yes", f"{CHECKS}; operations on an H200"),
 }
 
@@ -92,7 +95,11 @@ def shapes_there(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     make = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
     with torch.device("meta"):
         model = make.from_config(config)
-    state = {name: tensor for name, tensor in model.state_dict().items() if "rotary_emb" not in name}
+    left_out = ("model.vision_tower.", "model.mm_projector.")  # of Kimi K2.5, which is read as a text model
+    state = {
+        name: tensor for name, tensor in model.state_dict().items()
+        if "rotary_emb" not in name and not name.startswith(left_out)
+    }  # fmt: skip
     tied = "lm_head.weight" in state and getattr(config.get_text_config(), "tie_word_embeddings", False)
     named = by_our_names(state)
     if tied:
@@ -131,7 +138,8 @@ def table() -> str:
             continue
         config = parse_config(raw)
         one = STANDINGS[config.architecture]
-        left = f"{config.further_layers} prediction layer" if config.further_layers else ""
+        further = [f"{config.further_layers} prediction layer"] if config.further_layers else []
+        left = ", ".join([*config.left_out, *further])
         cells = (name, f"read, `{raw['model_type']}`", weights(raw), left, one.gpu, one.vllm, one.lora, one.proven)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
