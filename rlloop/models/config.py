@@ -11,7 +11,7 @@ from typing import Any
 from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
-from rlloop.models.families import ALIASES, FAMILIES, Family
+from rlloop.models.families import ALIASES, FAMILIES, LACKING, Family
 from rlloop.models.packed import read_scheme
 from rlloop.models.ropes import read_rope
 from rlloop.models.text_config import LEFT_OUT, text_of
@@ -137,6 +137,10 @@ def _family(keys: Keys) -> tuple[str, Family]:
     named = architectures or [name for name, (kinds, _) in FAMILIES.items() if model_type in kinds]
     named = [ALIASES.get(name, name) for name in named] if all_are(named, str) else []
     kinds, family = FAMILIES.get(named[0], ((), None)) if len(named) == 1 else ((), None)
+    if lacking := LACKING.get(str(model_type)):
+        raise ModelError(
+            f"config.json: model_type {model_type!r} is not supported; rlloop lacks its {', '.join(lacking)}"
+        )
     if family is None or model_type not in (*kinds, None):
         supported = [f"{name} ({' or '.join(kinds)})" for name, (kinds, _) in FAMILIES.items()]
         raise ModelError(

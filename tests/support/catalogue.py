@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config
+from rlloop.models.families import LACKING
 from rlloop.models.transformer import Model
 from tests.support.checkpoints import by_our_names
 
@@ -134,7 +135,8 @@ def table() -> str:
     for name, each in RELEASED.items():
         raw = each["config"]
         if refusal(raw) is not None:
-            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | |")
+            lacking = ", ".join(part.split(" (")[0] for part in LACKING[raw["model_type"]])
+            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | lacks {lacking} |")
             continue
         config = parse_config(raw)
         one = STANDINGS[config.architecture]

@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 
 from rlloop.models.config import parse_config
+from rlloop.models.families import LACKING
 from tests.support.catalogue import RELEASED, cut, refusal, shapes_here, shapes_there, table
 
 REFUSED = {"DeepSeek-V4-Flash": "deepseek_v4"}
 READ = [name for name in RELEASED if name not in REFUSED]
 
 
-def test_what_is_not_read_is_refused_by_name() -> None:
+def test_what_is_not_read_is_refused_with_the_parts_that_it_lacks() -> None:
     assert {name for name, each in RELEASED.items() if refusal(each["config"]) is not None} == set(REFUSED)
     for name, kind in REFUSED.items():
-        assert f"with model_type '{kind}' are not supported" in str(refusal(RELEASED[name]["config"]))
+        config = RELEASED[name]["config"]
+        assert f"model_type '{kind}' is not supported; rlloop lacks its {', '.join(LACKING[kind])}" == str(
+            refusal(config)
+        ).removeprefix("config.json: ")
+        for part in LACKING[kind]:
+            assert part.rsplit("(", 1)[1].removesuffix(")") in config, part
 
 
 def test_the_text_model_of_kimi_k25_is_a_kimi_k2() -> None:
