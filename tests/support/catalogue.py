@@ -25,6 +25,7 @@ from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
+NAMES_FROM = "transformers"  # what names and shapes are compared with: no index of released files is at hand
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 
 
@@ -131,18 +132,20 @@ def weights(raw: Mapping[str, Any]) -> str:
 
 
 def table() -> str:
-    rows = ["| model | `config.json` | weights | left out | GPU | vLLM | LoRA | proven |", "| --- " * 8 + "|"]
+    head = ("model", "`config.json`", "weights", "left out", "names, shapes", "GPU", "vLLM", "LoRA", "proven")
+    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, each in RELEASED.items():
         raw = each["config"]
         if refusal(raw) is not None:
             lacking = ", ".join(part.split(" (")[0] for part in LACKING[raw["model_type"]])
-            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | lacks {lacking} |")
+            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | | lacks {lacking} |")
             continue
         config = parse_config(raw)
         one = STANDINGS[config.architecture]
         further = [f"{config.further_layers} prediction layer"] if config.further_layers else []
         left = ", ".join([*config.left_out, *further])
-        cells = (name, f"read, `{raw['model_type']}`", weights(raw), left, one.gpu, one.vllm, one.lora, one.proven)
+        read, standing = f"read, `{raw['model_type']}`", (one.gpu, one.vllm, one.lora, one.proven)
+        cells = (name, read, weights(raw), left, NAMES_FROM, *standing)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
