@@ -64,7 +64,7 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
     Raises ConfigError for packed weights without an adapter to train, and where `parity.mode=require` meets a machine
     that fails the start-up probe.
     """
-    if config.model.lora.rank == 0 and read_config(source).raw.get("quantization_config") is not None:
+    if config.model.lora.rank == 0 and read_config(source).quantization is not None:
         raise ConfigError(
             f"{source} has packed weights (quantization_config in its config.json), which are frozen: set "
             "model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"

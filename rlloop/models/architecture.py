@@ -182,6 +182,8 @@ class ModelConfig:
     centred_norms: bool = False  # a norm scales by 1 + weight
     vision: VisionConfig | None = None  # of a model that reads images
     further_layers: int = field(default=0, compare=False)  # multi-token-prediction layers in the files, left out
+    left_out: Mapping[str, str] = field(default_factory=dict, compare=False)  # other parts, and their tensors' prefixes
+    quantization: Any = field(default=None, repr=False, compare=False)  # quantization_config, of packed weights
     raw: Mapping[str, Any] = field(repr=False, compare=False)  # the content of config.json
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
+KIMI = "KimiK25ForConditionalGeneration"
 SEEING = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 # architecture -> (name in memory, name in checkpoints), replaced in this order
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
@@ -35,7 +36,10 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "GptOssForCausalLM": ((".mlp.gate.", ".mlp.router."),),
     **dict.fromkeys(SEEING, (("model.", "model.language_model."), ("visual.", "model.visual."))),
+    KIMI: (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
 }
+# Likewise for the modules of transformers' model (version 5), where they have other names than in memory.
+MODULES = {**{name: RENAMED[name] for name in SEEING}, KIMI: (("model.", "model.language_model."),)}
 # How checkpoints hold experts, where not one by one (`split`): `stacked`, all in one tensor, as memory does, or
 # `transposed`, each matrix of it the other way round. The first form is written where there is no source.
 FORMS = {
@@ -67,14 +71,18 @@ class StoredSlice:
 
 def stored_name(name: str, architecture: str) -> str:
     """A parameter's name in checkpoints; experts apart."""
-    for ours, theirs in RENAMED.get(architecture, ()):
-        name = name.replace(ours, theirs)
-    return name
+    return _renamed(name, RENAMED.get(architecture, ()))
 
 
 def module_name(name: str, architecture: str) -> str:
     """A module's or parameter's name in transformers' model (version 5), and so in PEFT's folders."""
-    return stored_name(f"{name}.", architecture).removesuffix(".") if architecture in SEEING else name
+    return _renamed(f"{name}.", MODULES.get(architecture, ())).removesuffix(".")
+
+
+def _renamed(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    for ours, theirs in pairs:
+        name = name.replace(ours, theirs)
+    return name
 
 
 def module_names(name: str, architecture: str) -> tuple[str, ...]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
-from rlloop.models.families import FAMILIES, Family
+from rlloop.models.families import ALIASES, FAMILIES, LACKING, Family
 from rlloop.models.packed import read_scheme
 from rlloop.models.ropes import read_rope
+from rlloop.models.text_config import LEFT_OUT, text_of
 from rlloop.models.vision_config import TOWERED, split, with_tower
 
 # Supported with this value only, which is also the default.
@@ -68,6 +70,10 @@ def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None
     """
     keys = Keys(raw)
     architecture, family = _family(keys)
+    if architecture in LEFT_OUT:
+        text = text_of(raw)
+        config = _parsed(text, Keys(text), architecture, family, eos_token_id)
+        return replace(config, left_out=LEFT_OUT[architecture], raw=dict(raw))
     if architecture not in TOWERED:
         return _parsed(raw, keys, architecture, family, eos_token_id)
     text, others = split(raw, architecture)
@@ -111,6 +117,7 @@ def _parsed(
         further_layers=max(keys.count(name, 0, least=0) for name in FURTHER),
         initializer_range=keys.number("initializer_range", 0.02),
         eos_token_ids=_token_ids(eos_in_config if eos_token_id is None else eos_token_id, vocab_size),
+        quantization=quantized,
         raw=dict(raw),
     )
     keys.refuse_the_rest()
@@ -128,8 +135,12 @@ def _parsed(
 def _family(keys: Keys) -> tuple[str, Family]:
     model_type, architectures = keys.take("model_type"), keys.take("architectures")
     named = architectures or [name for name, (kinds, _) in FAMILIES.items() if model_type in kinds]
-    named = named if all_are(named, str) else []
+    named = [ALIASES.get(name, name) for name in named] if all_are(named, str) else []
     kinds, family = FAMILIES.get(named[0], ((), None)) if len(named) == 1 else ((), None)
+    if lacking := LACKING.get(str(model_type)):
+        raise ModelError(
+            f"config.json: model_type {model_type!r} is not supported; rlloop lacks its {', '.join(lacking)}"
+        )
     if family is None or model_type not in (*kinds, None):
         supported = [f"{name} ({' or '.join(kinds)})" for name, (kinds, _) in FAMILIES.items()]
         raise ModelError(

@@ -260,7 +260,17 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Family]] = {  # architecture -> (mode
     "Qwen3_5MoeForConditionalGeneration": (("qwen3_5_moe",), _qwen35_moe),
     "NemotronHForCausalLM": (("nemotron_h",), _nemotron),
     "GptOssForCausalLM": (("gpt_oss",), _gpt_oss),
+    "KimiK25ForConditionalGeneration": (("kimi_k25",), deepseek),
 }
+ALIASES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}  # transformers' name -> the released
+LACKING = {  # model_type of families that are refused -> the parts that rlloop does not have, and the keys they are of
+    "deepseek_v4": (
+        "attention over compressed keys and values (compress_ratios)", "one head that is key and value (head_dim)",
+        "output projections by groups of heads (o_groups)", "hyper-connections (hc_mult)",
+        "experts chosen by token id (num_hash_layers)", "router scores sqrt(softplus(x)) (scoring_func)",
+        "FP4 experts (expert_dtype)",
+    ),
+}  # fmt: skip
 
 
 def _full_attention(keys: Keys, num_layers: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,12 +48,13 @@ def read_weights(
     checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     form = form_of(checkpoint_shapes, shapes, config.architecture)
     expected = stored_shapes(shapes, config.architecture, form)
-    scheme = config.raw.get("quantization_config")
+    scheme = config.quantization
     packed = None if scheme is None else PackedReader(read_scheme(scheme), stored, expected)
     if packed is not None:
         checkpoint_shapes = packed.found(checkpoint_shapes)
-    if (heads := [name for name in left_out if math.prod(stored.tensors[name].shape)]) and dtype is not None:
-        log.warning("%s: multi-token-prediction heads are left out: %s", folder, some(sorted(heads)))
+    if (others := {name: part for name, part in left_out.items() if part}) and dtype is not None:
+        parts = " and ".join(dict.fromkeys(others.values()))
+        log.warning("%s: %s are left out: %s", folder, parts, some(sorted(others)))
     check_shapes(config, checkpoint_shapes, expected, str(folder))
     plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
     for name in plain:
@@ -109,15 +109,21 @@ def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:
     return any(begin <= rows.expert < end for begin, end in entry.cut.ranges)
 
 
-def tensors_left_out(config: ModelConfig, stored: StoredWeights) -> set[str]:
-    """Stored tensors that are not the model's: multi-token-prediction layers, and empty tensors."""
+def tensors_left_out(config: ModelConfig, stored: StoredWeights) -> dict[str, str]:
+    """Stored tensors that are not the model's, and the part that each is of: multi-token-prediction layers, what
+    `config.left_out` names, or "" for empty tensors."""
     further = range(config.num_layers, config.num_layers + config.further_layers)
-
-    def is_further(name: str) -> bool:
-        layer = name.removeprefix("model.layers.").split(".")[0]
-        return (bool(further) and name.startswith("mtp.")) or (layer.isdecimal() and int(layer) in further)
-
-    return {name for name, tensor in stored.tensors.items() if 0 in tensor.shape or is_further(name)}
+    layers = stored_name("model.layers.", config.architecture)
+    found: dict[str, str] = {}
+    for name, tensor in stored.tensors.items():
+        layer = name.removeprefix(layers).split(".")[0]
+        if 0 in tensor.shape:
+            found[name] = ""
+        elif (further and name.startswith("mtp.")) or (layer.isdecimal() and int(layer) in further):
+            found[name] = "multi-token-prediction heads"
+        elif part := next((part for part, prefix in config.left_out.items() if name.startswith(prefix)), None):
+            found[name] = part
+    return found
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -135,8 +141,9 @@ def check_shapes(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str
 ) -> None:
     """Raises `ModelError` for names and shapes other than `expected`; `where` names them in messages."""
-    embedding = stored_name(EMBEDDING, config.architecture) if EMBEDDING not in expected else EMBEDDING
-    allowed = {**expected, HEAD: expected[embedding]}  # some checkpoints of tied models store both
+    ours = EMBEDDING in expected
+    embedding, head = (name if ours else stored_name(name, config.architecture) for name in (EMBEDDING, HEAD))
+    allowed = {**expected, head: expected[embedding]}  # some checkpoints of tied models store both
     if unknown := sorted(shapes.keys() - allowed.keys()):
         raise ModelError(f"{where} has tensors that {config.architecture} does not know: {some(unknown)}")
     if missing := sorted(expected.keys() - shapes.keys()):

@@ -56,8 +56,9 @@ def load_model(
     one rank. `quantize="fp8"` keeps the weights that `models.fp8` lists in 8 bits, rounded from the stored ones, which
     train (`numerics.fp8`).
 
-    Multi-token-prediction layers are left out, which is logged. Every weight is checked for NaN and infinity, at 1 to
-    1.5 ms a million on a CPU: as long as copying it takes where the file is in memory already.
+    Multi-token-prediction layers are left out, and so is what `text_config.LEFT_OUT` names, which is logged. Every
+    weight is checked for NaN and infinity, at 1 to 1.5 ms a million on a CPU: as long as copying it takes where the
+    file is in memory already.
 
     Raises `ModelError` for a missing folder, an unsupported configuration, an adapter in the folder, unknown, missing
     or misshapen tensors, and weights that are not finite in `dtype`; `ConfigError` for a type, device or profile that
@@ -73,7 +74,7 @@ def load_model(
                 f"{config.architecture} has {feature}, which the kernels of {where.type} lack; use device=cpu"
             )
     in_8_bits = _quantised(config, compute, context, quantize)
-    if in_8_bits and "quantization_config" in config.raw:
+    if in_8_bits and config.quantization is not None:
         raise ConfigError(f"quantize={quantize} trains weights, and those of {path} are packed; load it without")
     state = read_weights(config, Path(path), compute, context, in_8_bits)
     return _assemble(config, state, context, profile, Path(path), in_8_bits)
@@ -140,8 +141,8 @@ def save_model(
 
     `model` is a model (with an adapter: its base; collective: all ranks gather it, and the first writes), or weights by
     parameter name. Files are laid out as in the source (`source_path`, or the folder that `model` was loaded from):
-    same names, shards, order and metadata, so unchanged weights come out byte-equal, and multi-token-prediction layers
-    are copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the model).
+    same names, shards, order and metadata, so unchanged weights come out byte-equal, and what loading left out is
+    copied. Without a source there is one model.safetensors, and config.json is that of `config` (or of the model).
 
     Raises `ModelError` for weights that do not fit the configuration, and a folder that holds other weight files.
     """

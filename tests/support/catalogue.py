@@ -19,11 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config
+from rlloop.models.families import LACKING
 from rlloop.models.transformer import Model
 from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
+NAMES_FROM = "transformers"  # what names and shapes are compared with: no index of released files is at hand
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 
 
@@ -50,9 +52,12 @@ STANDINGS = {  # by architecture
     "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
     "Qwen3_5MoeForConditionalGeneration": replace(RECURRENT, proven=f"{CHECKS}, with images; small sizes on an H200"),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, vllm="no", lora="not tried", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
+        DENSE, vllm="no", lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
+    "KimiK25ForConditionalGeneration": replace(
+        DENSE, gpu="not tried", vllm="no", proven=f"{CHECKS}, of its text model; a Kimi K2's on GPUs"
+    ),
     "GptOssForCausalLM": Standing("operations", "CPU", "yes", f"{CHECKS}; operations on an H200"),
 }
 
@@ -92,7 +97,11 @@ def shapes_there(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     make = AutoModelForImageTextToText if "vision_config" in raw else AutoModelForCausalLM
     with torch.device("meta"):
         model = make.from_config(config)
-    state = {name: tensor for name, tensor in model.state_dict().items() if "rotary_emb" not in name}
+    left_out = ("model.vision_tower.", "model.mm_projector.")  # of Kimi K2.5, which is read as a text model
+    state = {
+        name: tensor for name, tensor in model.state_dict().items()
+        if "rotary_emb" not in name and not name.startswith(left_out)
+    }  # fmt: skip
     tied = "lm_head.weight" in state and getattr(config.get_text_config(), "tie_word_embeddings", False)
     named = by_our_names(state)
     if tied:
@@ -123,16 +132,20 @@ def weights(raw: Mapping[str, Any]) -> str:
 
 
 def table() -> str:
-    rows = ["| model | `config.json` | weights | left out | GPU | vLLM | LoRA | proven |", "| --- " * 8 + "|"]
+    head = ("model", "`config.json`", "weights", "left out", "names, shapes", "GPU", "vLLM", "LoRA", "proven")
+    rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, each in RELEASED.items():
         raw = each["config"]
         if refusal(raw) is not None:
-            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | |")
+            lacking = ", ".join(part.split(" (")[0] for part in LACKING[raw["model_type"]])
+            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | | lacks {lacking} |")
             continue
         config = parse_config(raw)
         one = STANDINGS[config.architecture]
-        left = f"{config.further_layers} prediction layer" if config.further_layers else ""
-        cells = (name, f"read, `{raw['model_type']}`", weights(raw), left, one.gpu, one.vllm, one.lora, one.proven)
+        further = [f"{config.further_layers} prediction layer"] if config.further_layers else []
+        left = ", ".join([*config.left_out, *further])
+        read, standing = f"read, `{raw['model_type']}`", (one.gpu, one.vllm, one.lora, one.proven)
+        cells = (name, read, weights(raw), left, NAMES_FROM, *standing)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

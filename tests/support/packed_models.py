@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.kimi_models import make_kimi_checkpoint
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}}},
+}  # fmt: skip
 FORMATS = {  # format -> (family, quantization_config)
-    "int4": ("qwen3_moe", {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-            "num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}}},
-    }),
+    "int4": ("qwen3_moe", INT4),
+    "int4_kimi": ("kimi_k25", INT4),  # experts alone, as it was released
     "nvfp4": ("qwen3", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4_compressed": ("qwen3_moe", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
     "fp8": ("deepseek_v3", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
@@ -78,10 +82,14 @@ def packed_experts(shape: tuple[int, ...], generator: torch.Generator) -> tuple[
 def make_packed(place: Path, kind: str) -> tuple[Path, Path]:
     """The folders of the packed weights and of the plain ones."""
     family, quantization = FORMATS[kind]
+    wrapped = family == "kimi_k25"
     plain, packed = place / "plain", place / "packed"
-    sizes = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3") else {})
+    sizes: dict[str, Any] = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3", "kimi_k25") else {})
     for folder in (plain, packed):
-        make_checkpoint(folder, family, dtype=torch.bfloat16, **sizes)
+        if wrapped:
+            make_kimi_checkpoint(folder, dtype=torch.bfloat16, num_hidden_layers=3, **sizes)
+        else:
+            make_checkpoint(folder, family, dtype=torch.bfloat16, **sizes)
     generator = torch.Generator().manual_seed(0)
     file = "model.safetensors"
     tensors = load_file(plain / file)
@@ -90,8 +98,8 @@ def make_packed(place: Path, kind: str) -> tuple[Path, Path]:
         if kind == "mxfp4" and re.search(r"experts\.(gate_up|down)_proj$", name):
             parts, values = packed_experts(tuple(tensor.shape), generator)
             stored |= {name + ending: part for ending, part in parts.items()}
-        elif kind != "mxfp4" and tensor.ndim == 2 and "_proj" in name:
-            parts, values = packed_matrix(kind, (tensor.shape[0], tensor.shape[1]), generator)
+        elif kind != "mxfp4" and tensor.ndim == 2 and "_proj" in name and (not wrapped or ".experts." in name):
+            parts, values = packed_matrix(kind.removesuffix("_kimi"), (tensor.shape[0], tensor.shape[1]), generator)
             stored |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
         else:
             stored[name] = tensor
@@ -100,5 +108,6 @@ def make_packed(place: Path, kind: str) -> tuple[Path, Path]:
     save_file(tensors, plain / file)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / file)
     config = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    (config["text_config"] if wrapped else config)["quantization_config"] = quantization
+    (packed / "config.json").write_text(json.dumps(config))
     return packed, plain

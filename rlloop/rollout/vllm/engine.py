@@ -86,7 +86,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     ) -> None:
         """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
-        if model.config.vision is not None:
+        if model.config.vision is not None or model.config.left_out:
             raise ConfigError(
                 f"{model.config.architecture} has a vision tower, which is not proven inside vLLM; use engine=embedded"
             )

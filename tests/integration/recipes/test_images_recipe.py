@@ -17,10 +17,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image as pillow
 from starlette.testclient import TestClient
 
-from rlloop import Engine, SamplingParams, load_model, token_logprobs
+from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
 from rlloop.cli.main import main
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
@@ -39,14 +40,18 @@ from rlloop.web.server import BackgroundServer, Listen
 TOKEN = "0123456789abcdef"
 
 
+SMALL = [
+    "rollout.num_prompts=2", "rollout.group_size=3", "trainer.num_steps=2", "eval.num_draws=2", "task.demonstrations=4",
+    "task.warm_steps=2", "checkpoint.every=1",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("images")
-    sizes = ["rollout.num_prompts=2", "rollout.group_size=3", "trainer.num_steps=2", "eval.num_draws=2"]
-    warm = ["task.demonstrations=4", "task.warm_steps=2", "checkpoint.every=1"]
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
         patch.setattr(warm_start, "cache_root", lambda: folder)
-        assert main(["train", "--config-name", "images", "run.dir=run", *sizes, *warm]) == 0
+        assert main(["train", "--config-name", "images", "run.dir=run", *SMALL]) == 0
         yield folder / "run"
 
 
@@ -66,6 +71,25 @@ def test_every_token_has_the_engines_bits_on_text_and_on_images(trained: Path) -
         assert record["parity/prompt_tokens"] > 16
         for name in ("tokens_different", "k3", "prompt_tokens_different", "k3_text", "k3_image"):
             assert record[f"parity/{name}"] == 0, name
+
+
+def test_an_adapter_trains_on_pictures(trained: Path, model_folder: Path) -> None:
+    run = trained.parent / "lora"
+    Path("my_pictures.py").write_text(  # untrained answers are all wrong, and would move nothing
+        "def score(prompt, completion, example):\n    return sum(map(ord, completion)) % 7\n"
+    )
+    lora = ["model.lora.rank=4", "trainer.lr=1e-2", "reward._target_=my_pictures.score", "parity.mode=require"]
+    assert main(["train", "--config-name", "images", f"run.dir={run}", *SMALL, *lora]) == 0
+    for record in list(read_records(run / "metrics.jsonl"))[1:]:
+        assert record["parity/tokens"] > 0
+        for name in ("tokens_different", "k3", "prompt_tokens_different", "k3_text", "k3_image"):
+            assert record[f"parity/{name}"] == 0, name
+    model, processor = load_model(model_folder), ImageProcessor.of_folder(model_folder)
+    load_adapter(model, run / "checkpoints" / "step_2", "a")
+    picture = processor.image(np.zeros((64, 64, 3), np.uint8))
+    prompt = processor.prompt([processor.vision.image_token_id, 3], [picture])
+    moved, base = (token_logprobs(model, [(prompt, [4])], adapter=name)[0] for name in ("a", None))
+    assert not torch.equal(moved, base)
 
 
 def test_each_picture_is_kept_once_and_is_what_the_model_read(trained: Path, model_folder: Path) -> None:

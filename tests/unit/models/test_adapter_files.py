@@ -14,6 +14,7 @@ from rlloop.models.adapter_weights import AdapterWeights
 from tests.support.adapters import random_adapter
 from tests.support.checkpoints import EVERY, make_checkpoint
 from tests.support.image_models import make_image_checkpoint
+from tests.support.kimi_models import make_kimi_checkpoint
 from tests.support.tiny_models import tiny_qwen3
 
 PROMPT, COMPLETION = list(range(3, 30)), list(range(40, 60))
@@ -240,16 +241,22 @@ def varied(weights):
     return AdapterWeights(factors, scales, weights.rank, weights.alpha)
 
 
+PEFT = ("qwen3", "qwen3_moe", "deepseek_v3", "minimax_m2", "nemotron_h")
+
+
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "minimax_m2", "nemotron_h", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [*PEFT, "qwen3_vl_moe", "kimi_k25"])
 def test_peft_loads_what_is_written_and_agrees_to_rounding(tmp_path, family):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    (make_image_checkpoint if family == "qwen3_vl_moe" else make_checkpoint)(tmp_path / "base", family)
+    if family == "kimi_k25":
+        make_kimi_checkpoint(tmp_path / "base")
+    else:
+        (make_image_checkpoint if family == "qwen3_vl_moe" else make_checkpoint)(tmp_path / "base", family)
     model = load_model(tmp_path / "base")
     targets = [name for name in model.adapter_targets() if not name.endswith("out_proj")]  # PEFT refuses Mamba's
     save_adapter(model, varied(random_adapter(model, 0, targets=tuple(targets))), tmp_path / "adapter")
     load_adapter(model, tmp_path / "adapter", "a")
-    auto = transformers.AutoModelForImageTextToText if "vl" in family else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if family not in PEFT else transformers.AutoModelForCausalLM
     theirs = auto.from_pretrained(tmp_path / "base", experts_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     with torch.no_grad():
