@@ -218,12 +218,10 @@ def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -
         )
         for at, rounds in enumerate(fastest)
     ]  # fmt: skip
-    if not speeds:
-        speeds = [Figure.of_rounds(title, "tokens/s", of(mine, "speed"), roofline=bound)]
-    speeds += [
-        Figure.of_rounds(title, "tokens/s", of(mine, "speed"), f"transformers, {name}: does not run here ({reason})")
-        for name, reason in failures.items()
-    ]
+    for name, reason in failures.items():
+        said = f"transformers, {name}: does not run here ({reason})"
+        speeds.append(Figure.of_rounds(title, "tokens/s", of(mine, "speed"), said, roofline=bound))
+    speeds = speeds or [Figure.of_rounds(title, "tokens/s", of(mine, "speed"), roofline=bound)]
     memory = [
         Figure.of_rounds(
             f"peak memory, {title}", "GiB", of(mine, "peak"),

@@ -227,6 +227,8 @@ class Peer:
         self._laid: Sequence[Part] | None = None  # what `_more` belongs to
         torch.compiler.reset()
         backend = "inductor" if self.device == "cuda" else "aot_eager"
+        if compiled:
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than go on without compilation, unseen
 
         def made(function: Any) -> Any:
             return torch.compile(function, backend=backend) if compiled else function
