@@ -146,7 +146,7 @@ class Child:
             self._said.append(line.rstrip()[:WIDTH])
 
 
-Rounds = dict[str, list[float]]  # by child
+Rounds = dict[str, list[Any]]  # by child
 
 
 def in_turns(

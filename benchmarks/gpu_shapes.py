@@ -50,7 +50,8 @@ SHAPES = {  # name -> (words for it, config.json)
     "8B": ("Qwen3 8B shape", _dense(4096, 12288, 36, 32, tied=False)),
     "14B": ("Qwen3 14B shape", _dense(5120, 17408, 40, 40, tied=False)),
     "32B": ("Qwen3 32B shape", _dense(5120, 25600, 64, 64, tied=False)),
-    # Whole, neither fits twice on 80 GB: these take turns with their peer.
+    # Whole, these do not fit on 80 GB: 8B to train, the others twice, so that they take turns with their peer.
+    "8B-8": ("Qwen3 8B shape, 8 of 36 layers", _dense(4096, 12288, 8, 32, tied=False)),
     "14B-16": ("Qwen3 14B shape, 16 of 40 layers", _dense(5120, 17408, 16, 40, tied=False)),
     "32B-16": ("Qwen3 32B shape, 16 of 64 layers", _dense(5120, 25600, 16, 64, tied=False)),
     "mixture": ("mixture, 16 layers, width 2,048, 128 experts, 8 a token", _mixture(2048, 16, 32, 4, experts=128)),

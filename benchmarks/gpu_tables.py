@@ -41,17 +41,19 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, nine shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling: five regimes, ten shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
     "latency": Table(
         "gpu_latency.py", "latency of a server under arrivals", 30, "--vllm", peer="vllm",
         parts="--shape, --rates, --seconds",
     ),
     "train": Table(
-        "gpu_train.py", "forward and backward: three batches", 20, peer="transformers", more="flash-attn",
+        "gpu_train.py", "forward and backward: three batches", 40, peer="transformers", more="flash-attn",
         parts="--cells, --seconds",
     ),
-    "step": Table("gpu_step.py", "a whole RL step", 15, "--vllm", peer="vllm", parts="--only"),
+    "step": Table(
+        "gpu_step.py", "a whole RL step, and its parts alone", 15, "--vllm", peer="vllm", parts="--only, --seconds"
+    ),
     "long": Table(
         "long_context.py", "training on one sequence of 32k to 256k tokens", 10, peer="transformers",
         parts="--only, --seconds",

@@ -1,246 +1,314 @@
-"""Tokens per second of forward and backward on a GPU, bfloat16: the trainer beside PyTorch, dense and with experts.
+"""Tokens per second and peak memory of forward and backward on a GPU, bfloat16: the trainer beside PyTorch.
 
-    python benchmarks/gpu_train.py [--cells '0.6B/*' 'moe/even'] [--seconds 540] [--quick] [--list]
+    python benchmarks/gpu_train.py [--cells '0.6B/*' '8B-8/short'] [--seconds 540] [--rounds 3] [--without padded]
+                                   [--apart] [--quick] [--list]
 
-Cells are `SHAPE/WORK`; without `--cells` those of the 0.6B shape and of `moe`. Work: `even` 64 sequences of 128 + 384
-tokens, `long` 8 of 512 + 7,680, `ragged` 96 of 128 to 2,176, of which 64 are the prompt. All take the same sequences in
-micro-batches of at most 16,384 tokens, with GRPO's clipped loss.
+Cells are `SHAPE/WORK`; without `--cells` those of 0.6B, of 8 layers of the 8B shape and of `moe`. Work: `short` 64
+sequences of 128 + 384 tokens, `long` 8 of 512 + 7,680, `ragged` 96 of 128 to 2,176, of which 64 are the prompt. All
+take the same sequences in micro-batches of at most 16,384 tokens, with GRPO's clipped loss.
 
 - rlloop: `forward_backward`, every parity guarantee on: invariant kernels, float64 losses with their metrics, the
-  entropy of every token, logprobs handed back, gradients added up in float32.
-- peers: transformers' own model, lm_head at completion positions only, log_softmax in float32, gradients added up in
-  bfloat16, no metrics and no entropy. `SDPA` pads each micro-batch to its longest sequence, sorted so that little is
-  padding; `SDPA, compiled` is the same under torch.compile, model and loss; `packed` has no padding: sequences end to
-  end through FlashAttention 3 or 2 (varlen) where transformers finds it, else FlexAttention. Those that do not run on
-  the machine are left out, with a word.
+  entropy of every token, logprobs handed back. It holds weights in bfloat16 (2 B a parameter), masters and AdamW's
+  moments (4 and 8 B) and sums of gradients in float32, of n micro-batches at most ceil(log2 n) + 1 (4 B each, those of
+  one micro-batch 2 B).
+- peers (train_peers.py): transformers' own model, padded or packed, each also compiled, with the fastest attention that
+  runs and logits in chunks; no metrics and no entropy. They hold weights and gradients in bfloat16 (2 B each).
 
-Each has a process of its own, one after the other: two rounds to warm up, then five, whose median counts, beside their
-least and most. Tokens are those of the sequences, never padding. The roofline is three forwards at the peak rate.
+The fastest peer counts for speed, the one with the least memory for memory, plus what it lacks: masters, moments and a
+gradient in float32, 16 B a parameter. The others are recorded too. Those that do not run are named, with the reason.
+
+Each has a process of its own. Where they fit on the GPU together they take turns, and each round follows one that is
+not timed, since memory is handed back in between; else (or with `--apart`) they run one after the other. One that ends
+beside the others runs once more alone. Speeds are medians of the rounds, beside their least and most; tokens are those
+of the sequences, never padding; peak memory is that of tensors. Losses and gradients' norms are compared: a peer that
+is further off than `CLOSE` says so in its name. The roofline is three forwards at the peak rate.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import itertools
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import cells
 import numpy as np
-from gpu_shapes import SHAPES, TINY, make_folder
+from children import Child, Ended, Rounds, answer, in_turns
+from gpu_shapes import EVERY, SHAPES, bytes_of, make_folder
 from results_schema import Figure, device_name, report, table
 from roofline import device_rates, train_speed
+from train_peers import Peer, Row, timed
 
-BUDGET, WARM, ROUNDS = 16384, 2, 5
+BUDGET, ROUNDS, CLOSE, GIB = 16384, 5, 0.02, 1 << 30
+SPEED, MEMORY = 1.15, 1.0  # aims
+LACKS = 4 + 8 + 4  # bytes a parameter of masters, moments, float32 gradients
+BESIDE = 1 << 30  # of a process that waits: CUDA's own
 OLD_LOGPROB = -float(np.log(151936))
-WORKS = {"even": "64 x (128 + 384)", "long": "8 x (512 + 7,680)", "ragged": "96 x (64 + 64 to 2,112)"}
+WORKS = {"short": "64 x (128 + 384)", "long": "8 x (512 + 7,680)", "ragged": "96 x (64 + 64 to 2,112)"}
 CELLS = [f"{shape}/{work}" for shape in SHAPES for work in WORKS]
-USUAL = ["0.6B/*", "moe/*"]
-PEERS = {"SDPA": "transformers, SDPA", "compiled": "transformers, SDPA, compiled", "packed": "transformers, packed"}
-Row = tuple[np.ndarray, int, float]  # tokens, how many are the prompt, advantage
-Flat = tuple[Any, ...]  # of a micro-batch: model's arguments, where completions are predicted, their tokens, weights
+USUAL = ["0.6B/*", "8B-8/*", "moe/*"]
+PEERS = {  # the arguments of `Peer`
+    "padded": {"packed": False, "compiled": False},
+    "padded, compiled": {"packed": False, "compiled": True},
+    "packed": {"packed": True, "compiled": False},
+    "packed, compiled": {"packed": True, "compiled": True},
+}
+SIDES = ["rlloop", *PEERS]
+TINY = {"budget": 20, "new": {"tiny": [(3, 5), (2, 9), (4, 4)]}}  # micro-batches of two and one
+Run = Callable[[], float]  # the loss
 
 
 def sequences(work: str) -> list[Row]:
     rng = np.random.default_rng(0)
-    sizes = {"even": [(128, 384)] * 64, "long": [(512, 7680)] * 8, "tiny": [(3, 5), (2, 9), (4, 4)]}.get(work)
+    sizes = {"short": [(128, 384)] * 64, "long": [(512, 7680)] * 8, **TINY["new"]}.get(work)
     if sizes is None:
         sizes = [(64, int(new)) for new in rng.integers(64, 2113, 96)]
     advantages = np.random.default_rng(1).normal(size=len(sizes)).tolist()
     return [
-        (rng.integers(3, 150000, prompt + new), prompt, advantage)
+        Row(rng.integers(3, 150000, prompt + new), prompt, advantage, np.full(new, OLD_LOGPROB, np.float32))
         for (prompt, new), advantage in zip(sizes, advantages, strict=True)
     ]
 
 
-def micro_batches(batch: list[Row], budget: int, padded: bool) -> list[list[Row]]:
-    """Longest first, so that a micro-batch's lengths are alike; `padded`: each counts as its longest."""
-    made: list[list[Row]] = []
-    room = 0
-    for each in sorted(batch, key=lambda sequence: -len(sequence[0])):
-        size = len(made[-1][0][0]) if made and padded else len(each[0])
-        if not made or room < size:
-            made.append([])
-            room, size = budget, len(each[0])
-        made[-1].append(each)
-        room -= size
-    return made
+class Ours:
+    """rlloop's side of `Theirs`."""
+
+    name = "rlloop"
+
+    def __init__(self, folder: Path, device: str, budget: int) -> None:
+        import rlloop
+        from rlloop.config.trainer import TrainerConfig
+        from rlloop.trainer import Trainer
+
+        model = rlloop.load_model(folder, dtype="bfloat16", device=device)
+        self.trainer = Trainer(model, TrainerConfig(max_batch_tokens=budget, lr=0.0))
+
+    def prepare(self, batch: list[Row]) -> Run:
+        from rlloop.algorithms import get_loss
+        from rlloop.trainer import TrainSequence
+
+        old = [row.old for row in batch]
+        made = [
+            TrainSequence(
+                token_ids=row.tokens.tolist(), predict=range(row.prompt, len(row.tokens)),
+                advantages=np.full(len(row.old), row.advantage, np.float32), rollout_logprobs=row.old,
+            )
+            for row in batch
+        ]  # fmt: skip
+
+        def run() -> float:
+            result = self.trainer.forward_backward(made, get_loss("grpo"), old_logprobs=old)
+            return float(result.metrics["loss/total"].value)
+
+        return run
+
+    def drop_gradient(self) -> None:
+        self.trainer.drop_gradient()
+
+    def gradient_norm(self) -> float:
+        return self.trainer.optim_step()["loss/grad_norm"]  # at a rate of 0
 
 
-def ours(folder: Path, work: str, device: str) -> Callable[[], float]:
-    import rlloop
-    from rlloop.algorithms import get_loss
-    from rlloop.config.trainer import TrainerConfig
-    from rlloop.trainer import Trainer, TrainSequence
+class Theirs:
+    """A peer: `prepare` for a batch, then call what that made; gradients add up until they are dropped."""
 
-    model = rlloop.load_model(folder, dtype="bfloat16", device=device)
-    trainer = Trainer(model, TrainerConfig(max_batch_tokens=BUDGET))
-    batch = [
-        TrainSequence(
-            token_ids=ids.tolist(), predict=range(prompt, len(ids)),
-            advantages=np.full(len(ids) - prompt, advantage, np.float32),
-            rollout_logprobs=np.full(len(ids) - prompt, OLD_LOGPROB, np.float32),
-        )
-        for ids, prompt, advantage in sequences(work)
-    ]  # fmt: skip
-    old = [np.full(len(ids) - prompt, OLD_LOGPROB, np.float32) for ids, prompt, _ in sequences(work)]
+    def __init__(self, folder: Path, device: str, budget: int, how: dict[str, bool]) -> None:
+        self.peer, self.budget = Peer(folder, device, **how), budget
 
-    def run() -> float:
-        return float(trainer.forward_backward(batch, get_loss("grpo"), old_logprobs=old).metrics["loss/total"].value)
+    @property
+    def name(self) -> str:
+        return self.peer.name
 
-    return run
+    def prepare(self, batch: list[Row]) -> Run:
+        parts = self.peer.lay_out(batch, self.budget)
+        self.peer.tune(parts)
+        return lambda: self.peer.forward_backward(parts)[0]
+
+    def drop_gradient(self) -> None:
+        self.peer.drop_gradient()
+
+    def gradient_norm(self) -> float:
+        return self.peer.gradient_norm()
 
 
-def laid_out(part: list[Row], packed: bool, device: str) -> Flat:
-    """(tokens, positions or None, lengths, indices before completion tokens, these tokens, their weights)."""
+def serve(what: str, folder: Path, device: str, budget: int, turns: bool) -> None:
+    """A round for each line on stdin (`WORK ROUND`), of which 0 makes everything ready: its speed, peak memory in GiB,
+    loss, norm of the gradient, and the side's name."""
     import torch
 
-    lengths = [len(ids) for ids, *_ in part]
-    rows = np.zeros((1, sum(lengths)) if packed else (len(part), max(lengths)), np.int64)
-    begins = [sum(lengths[:at]) if packed else at * max(lengths) for at in range(len(part))]
-    positions = np.concatenate([np.arange(length) for length in lengths])[None] if packed else None
-    before, targets, weights = [], [], []
-    for begin, (ids, prompt, advantage) in zip(begins, part, strict=True):
-        rows.reshape(-1)[begin : begin + len(ids)] = ids
-        before.append(begin + np.arange(prompt - 1, len(ids) - 1))
-        targets.append(ids[prompt:])
-        count = len(ids) - prompt
-        weights.append(np.full(count, advantage / count, np.float32))  # GRPO: the mean over sequences of their means
-    arrays = (np.concatenate(each) for each in (before, targets, weights))
-    return (
-        torch.from_numpy(rows).to(device), None if positions is None else torch.from_numpy(positions).to(device),
-        lengths, *(torch.from_numpy(array).to(device) for array in arrays),
-    )  # fmt: skip
+    side = Ours(folder, device, budget) if what == "rlloop" else Theirs(folder, device, budget, PEERS[what])
+    ready: dict[str, Any] = {}  # of the work at hand
+
+    def once() -> float:
+        loss = ready["run"]()
+        side.drop_gradient()
+        return loss
+
+    def round_of(line: str) -> dict[str, Any]:
+        work, index = line.split()
+        batch = sequences(work)
+        if index == "0":
+            ready["run"] = side.prepare(batch)
+            ready.update(loss=ready["run"](), norm=side.gradient_norm())
+            side.drop_gradient()
+        if index == "0" or turns:
+            once()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = timed(once, device)
+        peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
+        if device == "cuda" and turns:
+            torch.cuda.empty_cache()
+        made = {"speed": sum(len(row.tokens) for row in batch) / seconds, "peak": peak, "name": side.name}
+        made |= {"loss": ready["loss"], "norm": ready["norm"]}
+        print(f"{work}, round {index}, {seconds:.3f} s: {made}", file=sys.stderr, flush=True)
+        return made
+
+    answer(round_of)
 
 
-def best_packed() -> str:
-    """transformers' fastest attention over packed sequences that this machine has."""
-    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-    if is_flash_attn_3_available():
-        return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else "flex_attention"
-
-
-def theirs(folder: Path, work: str, device: str, what: str) -> tuple[Callable[[], float], str]:
-    """(a round, the attention that runs)"""
+def together(shape: str, peers: int, memory: float) -> bool:
+    """True if a GPU has room for all processes, of which those that wait keep what their parameters need."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    attention = best_packed() if what == "packed" and device == "cuda" else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention)
-    model.to(device)
+    from rlloop.models.config import parse_config
+    from rlloop.parallel.layout import Layout
+    from rlloop.training.memory import predict
+
+    config = parse_config(EVERY[shape][1])
+    parts = predict(config, Layout(), torch.bfloat16, BUDGET).parts
+    layers = parts["activations"] * config.num_layers  # predicted for one, as if others were made again
+    ours = sum(parts[name] for name in ("compute copy", "masters", "optimizer", "gradients", "logits")) + layers
+    return ours + peers * (bytes_of(shape)[0] + BESIDE) < 0.9 * memory
+
+
+def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -> list[Figure]:
+    """Of one cell: rlloop's speed and memory beside each peer's, those first that count."""
+    words, config = EVERY[shape]
+    if "rlloop" not in found:
+        return []
+    mine, others = found["rlloop"], {name: rounds for name, rounds in found.items() if name != "rlloop"}
     batch = sequences(work)
-    budget = BUDGET if device == "cuda" else 20
-    parts = [laid_out(part, what == "packed", device) for part in micro_batches(batch, budget, what != "packed")]
+    sizes, rates = [(len(row.tokens), len(row.old)) for row in batch], device_rates(device_name())
+    bound = rates and train_speed(config, sizes, rates[1])
+    title = f"trainer forward + backward, {words} bf16, {WORKS.get(work, work)}"
+    lacks = LACKS * bytes_of(shape)[0] / 2 / GIB
 
-    def loss_of(tokens: Any, before: Any, targets: Any, weights: Any, more: dict[str, Any]) -> Any:
-        hidden = model.model(tokens, use_cache=False, **more).last_hidden_state.flatten(0, 1)
-        logprobs = model.lm_head(hidden[before]).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        ratio = (logprobs - OLD_LOGPROB).exp()
-        return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights).sum() / len(batch)
+    def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
+        return [each[key] for each in rounds]
 
-    step = torch.compile(loss_of) if what == "compiled" else loss_of
+    def named(rounds: list[dict[str, Any]]) -> str:
+        last = rounds[-1]
+        apart = [
+            f"{what} {last[key] / mine[-1][key]:.3f} of rlloop's"
+            for key, what in (("loss", "loss"), ("norm", "gradient's norm"))
+            if abs(last[key] - mine[-1][key]) > CLOSE * abs(mine[-1][key])
+        ]
+        return ", ".join([last["name"], *apart])
 
-    def run() -> float:
-        losses = []
-        for tokens, positions, lengths, *rest in parts:
-            more: dict[str, Any] = {} if positions is None else {"position_ids": positions}
-            if attention.startswith("flash"):
-                ends = torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-                more |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-                more |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-            loss = step(tokens, *rest, more)
-            loss.backward()
-            losses.append(loss.detach())
-        return float(sum(losses))
+    fastest = sorted(others.values(), key=lambda rounds: -float(np.median(of(rounds, "speed"))))
+    leanest = sorted(others.values(), key=lambda rounds: max(of(rounds, "peak"))) if mine[-1]["peak"] else []
+    speeds = [
+        Figure.of_rounds(
+            title, "tokens/s", of(mine, "speed"), named(rounds), of(rounds, "speed"),
+            aim=None if at else SPEED, roofline=bound,
+        )
+        for at, rounds in enumerate(fastest)
+    ]  # fmt: skip
+    for name, reason in failures.items():
+        said = f"transformers, {name}: does not run here ({reason})"
+        speeds.append(Figure.of_rounds(title, "tokens/s", of(mine, "speed"), said, roofline=bound))
+    speeds = speeds or [Figure.of_rounds(title, "tokens/s", of(mine, "speed"), roofline=bound)]
+    memory = [
+        Figure.of_rounds(
+            f"peak memory, {title}", "GiB", of(mine, "peak"),
+            f"{rounds[-1]['name']}: {max(of(rounds, 'peak')):.1f}, and {lacks:.1f} of masters, moments, gradients",
+            [peak + lacks for peak in of(rounds, "peak")], aim=None if at else MEMORY, lower_is_better=True,
+        )
+        for at, rounds in enumerate(leanest)
+    ]  # fmt: skip
+    return speeds + memory
 
-    return run, attention
 
-
-def measure(what: str, folder: Path, work: str, device: str) -> dict[str, Any]:
-    """Tokens per second of each round, the loss, and which attention ran."""
+def measure(
+    shape: str, works: Iterable[str], names: list[str], rounds: int, turns: bool,
+    record: Callable[[list[Figure]], object],
+) -> bool:  # fmt: skip
+    """Record each work's figures once it is done. False where rlloop ended."""
     import torch
 
-    run, attention = (ours(folder, work, device), "") if what == "rlloop" else theirs(folder, work, device, what)
-    tokens, speeds, loss = sum(len(ids) for ids, *_ in sequences(work)), [], 0.0
-    for index in range(WARM + ROUNDS):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        loss = run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        elapsed = time.perf_counter() - begin
-        print(f"{what}, {work}, round {index}: {elapsed:.3f} s, loss {loss:.4f}", file=sys.stderr)
-        speeds.append(tokens / elapsed)
-    if device == "cuda":
-        print(f"{what}: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most", file=sys.stderr)
-    return {"speeds": speeds[WARM:], "loss": loss, "attention": attention}
-
-
-def in_child(what: str, folder: Path, work: str, device: str) -> dict[str, Any] | None:
-    """`measure` in a process of its own; None where a peer does not run here."""
-    command = [sys.executable, __file__, "--child", what, str(folder), work, device]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=what == "rlloop")
-    if out.returncode:
-        print(f"{PEERS[what]} does not run here (see above) and is left out", file=sys.stderr)
-        return None
-    return json.loads(out.stdout.splitlines()[-1])
-
-
-def figures_of(shape: str, work: str) -> list[Figure]:
-    words, config = {**SHAPES, "tiny": TINY}[shape]
-    device = "cpu" if shape == "tiny" else "cuda"
-    names = [what for what in PEERS if what != "compiled" or device == "cuda"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    budget = BUDGET if shape in SHAPES else TINY["budget"]
     with tempfile.TemporaryDirectory() as place:
         make_folder(shape, Path(place))
-        mine, *others = (in_child(what, Path(place), work, device) for what in ("rlloop", *names))
-    assert mine is not None
-    title = f"trainer forward + backward, {words} bf16, {WORKS.get(work, work)}"
-    sizes, rates = [(len(ids), len(ids) - prompt) for ids, prompt, _ in sequences(work)], device_rates(device_name())
-    bound, figures = rates and train_speed(config, sizes, rates[1]), []
-    for what, other in zip(names, others, strict=True):
-        if other is not None:
-            peer = PEERS[what] + (f", {other['attention']}" if what == "packed" else "")
-            figures.append(
-                Figure.of_rounds(
-                    title, "tokens/s", mine["speeds"], peer, other["speeds"], aim=1.0, roofline=bound
-                )
-            )  # fmt: skip
-    return figures or [Figure.of_rounds(title, "tokens/s", mine["speeds"], roofline=bound)]
+        found: dict[str, Rounds] = {}
+        failures: dict[str, str] = {}
+
+        def ended(child: Child, error: Ended) -> None:
+            print(error, file=sys.stderr, flush=True)
+            failures[child.name] = (error.errors or [str(error).splitlines()[-1]])[-1][:120]
+
+        def known(work: str, made: Rounds) -> None:
+            found.setdefault(work, {}).update(made)
+            missing = {name: why for name, why in failures.items() if name not in found[work] and name in PEERS}
+            record(figures_of(shape, work, found[work], missing))
+
+        def run(group: list[str], these: Iterable[str]) -> list[str]:
+            arguments = ["--child", place, device, str(budget), str(int(len(group) > 1))]
+            children = [Child(name, [sys.executable, __file__, *arguments, name]) for name in group]
+            return list(in_turns(children, these, rounds, known, ended))
+
+        for work in run(names, works) if turns else works:
+            for name in names:
+                if name not in found.get(work, ()):
+                    failures.pop(name, None)
+                    run([name], [work])
+    return all("rlloop" in each for each in found.values())
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
-    parser.add_argument("--child", nargs=4, metavar=("WHAT", "FOLDER", "WORK", "DEVICE"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--without", choices=list(PEERS), action="append", default=[], help="of the peers")
+    parser.add_argument("--apart", action="store_true", help="one after the other, even if there is room for all")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     cells.add_arguments(parser)
     args = parser.parse_args()
     if args.child:
-        what, folder, work, device = args.child
-        print(json.dumps(measure(what, Path(folder), work, device)))
-        return
+        folder, device, budget, turns, what = args.child
+        serve(what, Path(folder), device, int(budget), turns == "1")
+        return 0
+    names = [name for name in SIDES if name not in args.without]
+
+    def record(figures: list[Figure]) -> None:
+        if args.quick or args.tiny:
+            print(table(figures), flush=True)
+        elif figures:
+            report("gpu-train", figures, packages=("triton", "transformers"), part=True)
+
     if args.tiny:
-        print(table(figures_of("tiny", "tiny")))
-        return
+        return int(not measure("tiny", ["tiny"], names, args.rounds, not args.apart, record))
     picked = cells.chosen(CELLS, args.cells or USUAL)
     if args.list:
         print("\n".join(picked))
-        return
-    for cell in cells.within({cell: [cell] for cell in picked}, args.seconds):
-        figures = figures_of(*cell.split("/"))
-        if args.quick:
-            print(table(figures))
-        else:
-            report("gpu-train", figures, packages=("triton", "transformers"), part=True)
+        return 0
+    import torch
+
+    failed, room = [], torch.cuda.get_device_properties(0).total_memory
+    begun = cells.within({cell: [cell] for cell in picked}, args.seconds)
+    for shape, mine in itertools.groupby(begun, lambda cell: cell.split("/")[0]):
+        turns = not args.apart and together(shape, len(names) - 1, room)
+        if not measure(shape, (cell.split("/")[1] for cell in mine), names, args.rounds, turns, record):
+            failed.append(shape)
+    if failed:
+        print(f"rlloop did not run everything of {' '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

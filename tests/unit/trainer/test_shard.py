@@ -1,5 +1,7 @@
 """Nothing in the arithmetic of an update knows where a shard ends."""
 
+import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,24 @@ def test_narrow_terms_are_added_in_float32_and_borrowed_ones_stay() -> None:
     assert total is not None
     assert same(total, ((a + b) + (c + d)) + ((e + f) + g)) or same(total, (g + (e + f)) + ((a + b) + (c + d)))
     assert all(same(term, before) for term, before in zip(terms, kept, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 9, 33])
+def test_a_sum_holds_few_partial_sums(count: int) -> None:
+    counter, leaves = TreeSum(), []
+    for pushed in range(1, count + 1):
+        term = torch.ones(5, dtype=torch.bfloat16)
+        leaves.append(weakref.ref(term))
+        counter.push(term)
+        del term
+        held = [each for each in counter._sums if each is not None]
+        assert len(held) == pushed.bit_count() <= math.ceil(math.log2(count)) + 1
+        assert sum(leaf() is not None for leaf in leaves) == pushed % 2  # what has been added is free
+        assert len({each.data_ptr() for each in held}) == len(held)
+        del held
+    total = counter.total()
+    assert total is not None
+    assert same(total, torch.full((5,), float(count)))
 
 
 def test_neighbours_are_added_first() -> None:
