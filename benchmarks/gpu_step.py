@@ -185,7 +185,9 @@ def vllm_generate(folder: Path, size: Size, model: str) -> Callable[..., Any]:
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> Iterable[tuple[list[int], list[float]]]:
-        sampling = vllm.SamplingParams(max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+        sampling = vllm.SamplingParams(
+            max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+        )
         made = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         for output in (request.outputs[0] for request in made):
             pairs = zip(output.logprobs, output.token_ids, strict=True)
