@@ -50,7 +50,7 @@ STANDINGS = {  # by architecture
     "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
     "Qwen3_5MoeForConditionalGeneration": replace(RECURRENT, proven=f"{CHECKS}, with images; small sizes on an H200"),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, vllm="no", lora="not tried", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
+        DENSE, vllm="CPU", lora="not tried", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
     "GptOssForCausalLM": Standing("operations", "CPU", "yes", f"{CHECKS}; operations on an H200"),

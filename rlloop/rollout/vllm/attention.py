@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -29,6 +30,11 @@ class StepMetadata:
         self._step, self.block_size = step, block_size
         self.count = step.num_actual_tokens
         self.decodes = step.num_actual_tokens == step.num_reqs  # each request has one token to compute
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Tokens of each request in this step. [S] int64"""
+        return np.diff(self._step.query_start_loc_cpu.numpy().astype(np.int64))
 
     @cached_property
     def slots(self) -> Tensor:

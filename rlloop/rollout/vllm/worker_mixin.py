@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed import parallel_state
 
@@ -14,6 +12,7 @@ from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.vllm.loading import LENT_AS
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
+from rlloop.rollout.vllm.step_inputs import StepInputs
 from rlloop.rollout.vllm.weights import Part, live_parts, renew
 from rlloop.rollout.vllm.worker_replica import Following
 
@@ -34,6 +33,9 @@ class WorkerMixin:
                 [group.ranks], group.local_rank, backend, group_name="ep"
             )
         super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        model = self.model_runner.get_model()
+        if isinstance(model, RlloopForCausalLM):
+            model.batch = lambda: self.model_runner.input_batch
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,11 +57,11 @@ class WorkerMixin:
         model.policy = self.model_runner.sampler.policy = policy
         model.graphs = None
 
-    def adapt(self, slots_of: Callable[[list[str]], np.ndarray | None]) -> None:
-        """`slots_of`: the adapters' slots of requests by id, of an engine in this process."""
+    def take_inputs(self, inputs: StepInputs) -> None:
+        """`inputs`: of an engine in this process."""
         model = self.model_runner.get_model()
         assert isinstance(model, RlloopForCausalLM)
-        model.slots = lambda: slots_of(self.model_runner.input_batch.req_ids)
+        model.inputs = inputs
 
     def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
         """Discrete choices for the first tokens of requests (id, count)."""
