@@ -39,7 +39,7 @@ class Standing:
 
 CHECKS = "families' checks"
 DENSE = Standing("yes", "CPU, GPU", "yes", CHECKS)
-RECURRENT = Standing("yes", "no", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
+RECURRENT = Standing("yes", "CPU", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
 STANDINGS = {  # by architecture
     "LlamaForCausalLM": replace(DENSE, proven=f"{CHECKS}; SmolLM2 trained on a GPU"),
     "Qwen3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape on GPUs"),

@@ -275,7 +275,8 @@ class Scheduler:
             if self.states is not None:
                 if shared:
                     restores.append((self.states.row(request.block_hashes[len(shared) - 1]), row))
-                if (last := (len(request.prompt_ids) - 1) // self.blocks.page_size) > len(shared):
+                last = (len(request.prompt_ids) - 1) // self.blocks.page_size
+                if last > len(shared) and request.scored is None:  # prompts that are scored share nothing
                     self.states.expect(row, last * self.blocks.page_size, request.block_hashes[last - 1])
             known = len(request.token_ids) - computed
             count = min(budget, known if self.states is None else int(self._pending(np.array([row]))[0]))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import tempfile
 import weakref
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,9 @@ from rlloop.models.scoring import score_prompt
 from rlloop.models.vision import check_images
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import Choices
+from rlloop.rollout.engine.engine import STATE_BYTES
 from rlloop.rollout.engine.front_end import EngineFrontEnd
+from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.lifetime import LIVE, Life, process_state_kept, shut_down
@@ -41,6 +43,8 @@ from rlloop.types import (
 
 if TYPE_CHECKING:
     from rlloop.models import Model
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -74,11 +78,6 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     ) -> None:
         """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
-        if model.recurrent:
-            raise ConfigError(
-                f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
-                "set rollout.engine=embedded"
-            )
         if self.raw_column and model.device.type == "cuda" and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
             raise ConfigError(
                 "VLLM_BATCH_INVARIANT=1 changes operations of torch in this whole process, the trainer's among them; "
@@ -91,8 +90,9 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
         self._inputs = StepInputs(model, self._requests, self._adapters)
         self._chooses = bool(model.route_shape() or model.indexed_layers())
-        spec = model.cache_spec()
-        token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
+        if model.recurrent:
+            max_running = _most_running(model, max_running)
+        token_bytes = bytes_per_token(model.cache_spec(), model.dtype)
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
@@ -114,13 +114,18 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             kv_cache_memory_bytes=blocks * page_size * token_bytes,
             max_num_seqs=max_running,
             max_num_batched_tokens=max(max_batch_tokens, max_running),
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching and not model.recurrent,
             enable_chunked_prefill=True,
             enforce_eager=True,
             skip_tokenizer_init=True,
             generation_config="vllm",  # not the folder's own sampling defaults
             disable_log_stats=True,
         )
+        if prefix_caching and model.recurrent:
+            log.warning(
+                "%s has recurrent layers, whose states vLLM's blocks do not hold: its prefix cache is off",
+                model.config.architecture,
+            )
         client = self._llm.engine_core
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()  # it would destroy state of other engines in this process
@@ -362,3 +367,16 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         columns = 1 + self.raw_column
         logprobs = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
         return logprobs[0], logprobs[1] if self.raw_column else raw_of_stock(request.sampling, logprobs[0])
+
+
+def _most_running(model: Model, asked: int) -> int:
+    """Requests of a recurrent model that may run at a time; on a GPU their states take memory at once."""
+    if not any(model.cache_spec()):
+        raise ConfigError(
+            f"{model.config.architecture} has recurrent layers alone, and vLLM needs pages to schedule by; set "
+            "rollout.engine=embedded"
+        )
+    if model.device.type == "cpu":
+        return asked
+    rows = STATE_BYTES // bytes_per_token(model.state_spec(), torch.float32)
+    return max(1, min(asked, *model.context.ranks("tp").gather_objects(rows)))  # ranks schedule the same

@@ -86,6 +86,11 @@ class StockVllmEngine(VllmEngine):
                 f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own vision tower was not "
                 "tried; set rollout.engine=vllm or embedded"
             )
+        if self.model.recurrent:
+            raise ConfigError(
+                f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own recurrent layers were "
+                "not tried; set rollout.engine=vllm or embedded"
+            )
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"

@@ -12,6 +12,7 @@ from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.vllm.loading import LENT_AS
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
+from rlloop.rollout.vllm.states import RequestStates
 from rlloop.rollout.vllm.step_inputs import StepInputs
 from rlloop.rollout.vllm.weights import Part, live_parts, renew
 from rlloop.rollout.vllm.worker_replica import Following
@@ -23,6 +24,7 @@ class WorkerMixin:
     model_runner: Any
     vllm_config: Any
     recorder: Recorder | None = None
+    states: RequestStates | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM makes a process's groups once, and where that was for a dense model, none for experts. All have one rank.
@@ -36,6 +38,7 @@ class WorkerMixin:
         model = self.model_runner.get_model()
         if isinstance(model, RlloopForCausalLM):
             model.batch = lambda: self.model_runner.input_batch
+            self.states = model.states
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
@@ -48,7 +51,14 @@ class WorkerMixin:
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.recorder is not None:
             self.recorder.before(scheduler_output)
+        if self.states is not None:
+            self.states.before(scheduler_output)
         return super().execute_model(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def release_caches(self) -> None:
+        """Free states; those of requests come with the next step. The worker's own frees what is in pages."""
+        if self.states is not None:
+            self.states.release()
 
     def run(self, policy: Model) -> None:
         """Another view of the weights, of a caller in this process."""
