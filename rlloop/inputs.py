@@ -230,6 +230,12 @@ class ModelInput:
         """True for text at positions 0, 1, 2, ..., which token ids alone describe."""
         return self.positions is None and not self.contents
 
+    @cached_property
+    def shift(self) -> int:
+        """A token's position less its index, for all tokens after the input."""
+        count = len(self)
+        return int(self.positions_at(count, count + 1).max()) - count
+
     def positions_at(self, begin: int, end: int) -> np.ndarray:
         """[n] or [axes, n] int64: positions of tokens `begin` to `end`, including tokens that follow the input."""
         if self.positions is None:
@@ -260,7 +266,7 @@ def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:
         if isinstance(prompt, ModelInput) and not prompt.is_text:
             raise ConfigError(
                 f"prompt {index} has images or positions of its own, which engines in other processes do not accept: "
-                "set launch=local, with rollout.engine=embedded"
+                "set launch=local"
             )
     return [prompt.token_ids if isinstance(prompt, ModelInput) else prompt for prompt in prompts]
 

@@ -139,6 +139,17 @@ def test_features_of_an_image_know_no_other_image(model: Model) -> None:
         )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_has_the_trainers_bits(tmp_path: Path, family: str) -> None:
+    """Also after requests with the same prompt, and with states that these have saved."""
+    make_image_checkpoint(tmp_path, family)
+    ours = load_model(tmp_path)
+    engine, prompts = Engine(ours, page_size=4, max_batch_tokens=16), [prompt for prompt, _ in inputs()]
+    engine.generate(prompts, SamplingParams(max_tokens=2, seed=0))
+    for prompt, made in zip(prompts, engine.prefill_logprobs(prompts), strict=True):
+        assert made.tobytes() == score_prompt(ours, prompt).logprobs.tobytes()
+
+
 def test_pages_of_two_images_with_equal_tokens_are_never_mixed(model: Model) -> None:
     engine, sampling = Engine(model, page_size=4), SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     first, second = (prompt_with(TEXT, image(8, 8, seed), TEXT) for seed in (1, 2))

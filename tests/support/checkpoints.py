@@ -79,7 +79,7 @@ MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     }),
 }  # fmt: skip
 EVERY = {**FAMILIES, **MIXTURES}
-RECURRENT = ("qwen3_5_moe", "nemotron_h")  # layers that keep a state: the embedded engine's only
+RECURRENT = ("qwen3_5_moe", "nemotron_h")  # layers that keep a state
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,

@@ -15,3 +15,4 @@ FAMILIES = {
                "head_dim": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
                "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }  # fmt: skip
+READS_IMAGES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe")  # of tests.support.image_models

@@ -50,9 +50,10 @@ def ahead(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
 
-def test_bits_are_the_embedded_engines(tmp_path, ahead, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_bits_are_the_embedded_engines(tmp_path, ahead, monkeypatch, family):
     """Prompts are cut, and so small a cache preempts; requests end at stop tokens and are aborted."""
-    make_checkpoint(tmp_path, "qwen3_moe", vocab_size=300)
+    make_checkpoint(tmp_path, family, vocab_size=300)
     model = load_model(tmp_path)
     prompts, sampling = traffic(15)
     expected = bits(Engine(model).generate(prompts, sampling))

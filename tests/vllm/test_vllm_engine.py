@@ -18,7 +18,7 @@ from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.testing import plant_fault
 from rlloop.types import Completion, Part, PromptScores
-from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
+from tests.support.checkpoints import EVERY, make_checkpoint
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.vllm_traffic import bits, traffic
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_continued_is_refused(engine):
         engine.generate([[5], [6]], [sampling])
 
 
-@pytest.mark.parametrize("family", [family for family in EVERY if family not in RECURRENT])
+@pytest.mark.parametrize("family", EVERY)
 def test_every_family(tmp_path, family):
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     model = load_model(tmp_path, dtype="bfloat16")

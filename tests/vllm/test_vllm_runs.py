@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
+from rlloop.recipes.images import warm_start
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.runs.folder import read_records
 from rlloop.testing import planted_fault
@@ -60,6 +61,19 @@ def test_experts_and_latent_attention_too(tmp_path, family):
     assert history(Path("vllm")) == history(Path("embedded"))
     for record in list(read_records(Path("vllm/metrics.jsonl")))[1:]:
         assert record["parity/tokens_different"] == record["parity/router_different"] == 0
+
+
+def test_pictures_too(tmp_path, monkeypatch):
+    """Both engines' own prefill of a prompt with an image is compared as well."""
+    monkeypatch.setattr(warm_start, "cache_root", lambda: tmp_path)
+    sizes = ["rollout.num_prompts=2", "rollout.group_size=3", "trainer.num_steps=2", "eval.num_draws=2"]
+    shared = ["train", "--config-name", "images", *sizes, "task.demonstrations=4", "task.warm_steps=2"]
+    for run, engine in (("embedded", "embedded"), ("vllm", "vllm")):
+        assert main([*shared, f"run.dir={run}", f"rollout.engine={engine}"]) == 0
+    assert history(Path("vllm")) == history(Path("embedded"))
+    for record in list(read_records(Path("vllm/metrics.jsonl")))[1:]:
+        assert record["parity/tokens"] > 0 < record["parity/prompt_tokens"]
+        assert record["parity/tokens_different"] == record["parity/k3_image"] == record["parity/k3_text"] == 0
 
 
 def test_in_actors_of_ray(tmp_path):

@@ -27,6 +27,7 @@ from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
 from rlloop.types import Completion
+from tests.support.checkpoints import RECURRENT, make_checkpoint
 from tests.support.fleet_run import TOKEN, outcome
 from tests.support.tiny_run import make_model
 from tests.support.vllm_families import FAMILIES, SMALL
@@ -86,6 +87,26 @@ def test_what_the_trainer_does_not_know_and_what_changes_a_server_is_refused(ser
     assert "presence_penalty" in refused.text
     for path in ("/collective_rpc", "/reset_prefix_cache", "/sleep", "/pause", "/init_weight_transfer_engine"):
         assert ask(url, path).status_code == 404
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_layers_have_the_trainers_bits(tmp_path, family):
+    """Their states are in vLLM's worker, whoever asks; requests overlap and come after others that have ended."""
+    make_checkpoint(tmp_path / "model", family)
+    options = ["--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "float32"]
+    prompts = [list(range(3 + at, 3 + at + length)) for at, length in enumerate((1, 30, 12, 40, 5, 9))]
+    sampling = [SamplingParams(max_tokens=24, ignore_eos=True, seed=at) for at in range(len(prompts))]
+    expected = Engine(load_model(tmp_path / "model")).generate(prompts, sampling)
+    options += ["--no-enable-prefix-caching", "--max-num-batched-tokens", "32"]
+    with vllm_of(tmp_path, *options) as url, ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda at: complete(url, prompt=prompts[at], seed=at, temperature=1.0), range(len(prompts)))
+        for answer, whole in zip(answers, expected, strict=True):
+            assert answer.status_code == 200, answer.text
+            [choice] = answer.json()["choices"]
+            assert choice["token_ids"] == whole.token_ids
+            made = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+            assert made.tobytes() == whole.logprobs.tobytes()
 
 
 class Line(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from rlloop.inputs import Image
+from rlloop.inputs import Image, ModelInput
 from rlloop.models.vision import PlacedFeatures, place_features
 from rlloop.rollout.engine.request import RequestTable
 from rlloop.rollout.engine.scheduler import ScheduledStep
@@ -38,13 +39,17 @@ class FeatureCache:
         if not within.any():
             return None
         columns = (each[within].tolist() for each in (batch.rows, batch.context, batch.counts, query_start[:-1]))
-        return place_features(
-            [
+        return self.place(
+            model,
+            (
                 (table.request(row).model_input, begin, begin + count, at)
                 for row, begin, count, at in zip(*columns, strict=True)
-            ],
-            partial(self._see, model),
+            ),
         )
+
+    def place(self, model: Model, segments: Iterable[tuple[ModelInput, int, int, int]]) -> PlacedFeatures | None:
+        """`place_features` of these segments, with features from the cache."""
+        return place_features(segments, partial(self._see, model))
 
     def _see(self, model: Model, images: list[Image]) -> list[Tensor]:
         missing = [image for image in images if image.digest not in self._kept]

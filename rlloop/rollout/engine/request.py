@@ -6,7 +6,7 @@ iterations of a Python loop. So a request moves into a row on admission, and bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -139,10 +139,7 @@ class RequestTable:
         self.min_length[row] = len(request.prompt_ids) + request.sampling.min_tokens
         self.seed[row], self.top[row] = request.sampling.seed, request.top
         self.adapted[row], self.scored[row] = request.adapter is not None, request.scored is not None
-        self.placed[row], self.shift[row] = request.model_input.positions is not None, 0
-        if self.placed[row]:
-            after = len(request.model_input)
-            self.shift[row] = request.model_input.positions_at(after, after + 1).max() - after
+        self.placed[row], self.shift[row] = request.model_input.positions is not None, request.model_input.shift
         self.row_of[request.id] = row
         return row
 
@@ -169,16 +166,9 @@ class RequestTable:
         """
         if not self.placed.any():
             return index
-        positions = index + np.repeat(np.where(self.placed[rows], self.shift[rows], 0), counts)
-        inside = self.placed[rows] & (begin < self.prompt_length[rows])
-        if not inside.any():
-            return positions
-        segments = np.split(positions, np.cumsum(counts)[:-1])
-        for each in np.flatnonzero(inside).tolist():
-            first, model_input = int(begin[each]), self.request(int(rows[each])).model_input
-            segments[each] = model_input.positions_at(first, first + int(counts[each]))
-        axes = max((segment.shape[:-1] for segment in segments), key=len)
-        return np.concatenate([np.broadcast_to(segment, (*axes, segment.shape[-1])) for segment in segments], axis=-1)
+        inside = np.flatnonzero(self.placed[rows] & (begin < self.prompt_length[rows])).tolist()
+        inputs = {each: self.request(int(rows[each])).model_input for each in inside}
+        return rope_positions(index, begin, counts, np.where(self.placed[rows], self.shift[rows], 0), inputs)
 
     def _widen(self, tokens: int, stops: int) -> None:
         if tokens > self.tokens.shape[1]:
@@ -188,6 +178,22 @@ class RequestTable:
             self.blocks = _widened(self.blocks, -(-width // self.page_size), 0)
         if stops > self.stop_ids.shape[1]:
             self.stop_ids = _widened(self.stop_ids, stops, -1)
+
+
+def rope_positions(
+    index: np.ndarray, begin: np.ndarray, counts: np.ndarray, shift: np.ndarray, inputs: Mapping[int, ModelInput]
+) -> np.ndarray:
+    """`RequestTable.rope_positions` of S sequences: `shift` [S] is of tokens after their prompts; `inputs`, by the
+    sequence's number, are those whose prompts go on in this step and have positions of their own."""
+    positions = index + np.repeat(shift, counts)
+    if not inputs:
+        return positions
+    segments = np.split(positions, np.cumsum(counts)[:-1])
+    for each, model_input in inputs.items():
+        first = int(begin[each])
+        segments[each] = model_input.positions_at(first, first + int(counts[each]))
+    axes = max((segment.shape[:-1] for segment in segments), key=len)
+    return np.concatenate([np.broadcast_to(segment, (*axes, segment.shape[-1])) for segment in segments], axis=-1)
 
 
 def _widened(array: np.ndarray, width: int, fill: int) -> np.ndarray:

@@ -275,7 +275,8 @@ class Scheduler:
             if self.states is not None:
                 if shared:
                     restores.append((self.states.row(request.block_hashes[len(shared) - 1]), row))
-                if (last := (len(request.prompt_ids) - 1) // self.blocks.page_size) > len(shared):
+                last = (len(request.prompt_ids) - 1) // self.blocks.page_size
+                if last > len(shared) and request.scored is None:  # prompts that are scored share nothing
                     self.states.expect(row, last * self.blocks.page_size, request.block_hashes[last - 1])
             known = len(request.token_ids) - computed
             count = min(budget, known if self.states is None else int(self._pending(np.array([row]))[0]))
@@ -331,10 +332,9 @@ class Scheduler:
         return (shared, fresh) if room and self.table.num_free else None
 
     def _cached_blocks(self, request: Request, count: int) -> list[int]:
-        if not self.blocks.prefix_caching:
+        if not self.blocks.prefix_caching or request.scored is not None:
             return []
-        names = self._names(request, request.token_ids, count)[:count]  # a scored one's, too: it saves recurrent states
-        return self.blocks.match(names) if request.scored is None else []
+        return self.blocks.match(self._names(request, request.token_ids, count)[:count])
 
     def _cached_tail(self, request: Request, shared: int) -> tuple[bytes, int] | None:
         """Name and block of its prompt's tail but for the last token, if cached. `shared`: how many blocks are."""

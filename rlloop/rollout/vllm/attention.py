@@ -6,9 +6,11 @@ vLLM's slot and the stores need no other layout than [slots, ...].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -29,6 +31,11 @@ class StepMetadata:
         self._step, self.block_size = step, block_size
         self.count = step.num_actual_tokens
         self.decodes = step.num_actual_tokens == step.num_reqs  # each request has one token to compute
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Tokens of each request in this step. [S] int64"""
+        return np.diff(self._step.query_start_loc_cpu.numpy().astype(np.int64))
 
     @cached_property
     def slots(self) -> Tensor:
@@ -151,8 +158,14 @@ class GpuStore(PagedStore):
 class PagedStores:
     """The `Cache` of `Model.hidden`: writes this step's tensors into vLLM's pages."""
 
-    def __init__(self, stores: list[dict[str, PagedStore]], slots: Tensor) -> None:
-        self._stores, self._slots = stores, slots
+    def __init__(
+        self,
+        stores: list[dict[str, PagedStore]],
+        slots: Tensor,
+        states: Callable[[int, str], RecurrentState] | None = None,
+    ) -> None:
+        """`states`: of this step's sequences, by layer and name; None: the model is not recurrent."""
+        self._stores, self._slots, self._states = stores, slots, states
 
     def places(self, layer: int, *names: str) -> tuple[Tensor, ...]:
         return self._slots, *(self._stores[layer][name].rows for name in names)
@@ -165,4 +178,5 @@ class PagedStores:
         return tuple(stores[name].rows for name in tensors)
 
     def carried(self, layer: int, name: str) -> RecurrentState:
-        raise AssertionError("engines refuse models with recurrent layers, whose states have no pages")
+        assert self._states is not None, "no layer of this model is recurrent"
+        return self._states(layer, name)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
-import random
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,42 +16,37 @@ import numpy as np
 import torch
 
 from rlloop.errors import ConfigError, RunError
-from rlloop.models.adapter_slots import MAX_RANK, SLOTS, LoadedAdapter
+from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.scoring import score_prompt
+from rlloop.models.vision import check_images
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import Choices
+from rlloop.rollout.engine.engine import STATE_BYTES
 from rlloop.rollout.engine.front_end import EngineFrontEnd
+from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.validation import Limits
 from rlloop.rollout.vllm import names, versions
-from rlloop.rollout.vllm.requests import check_sampling, check_supported, raw_of_stock, vllm_params
-from rlloop.types import NOTHING, Completion, FinishReason, ModelInput, Part, PromptScores, SamplingParams, stop_ids
+from rlloop.rollout.vllm.lifetime import LIVE, Life, process_state_kept, shut_down
+from rlloop.rollout.vllm.requests import Request, check_sampling, check_top, raw_of_stock, vllm_params
+from rlloop.rollout.vllm.step_inputs import StepInputs
+from rlloop.types import (
+    NOTHING,
+    Completion,
+    FinishReason,
+    ModelInput,
+    Part,
+    PromptScores,
+    SamplingParams,
+    as_model_input,
+    stop_ids,
+)
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput
-
     from rlloop.models import Model
 
+log = logging.getLogger(__name__)
+
 DEFAULT_CACHE_BYTES = 1 << 30
-
-
-@dataclass
-class _Request:
-    """A request in flight: collects the tokens and logprobs that vLLM's core sends after each step."""
-
-    id: int
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    adapter: LoadedAdapter | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: bytearray = field(default_factory=bytearray)  # float32: all columns of a token, then of the next
-    cached: int = 0  # of the prompt's tokens
-
-    def take(self, output: EngineCoreOutput) -> None:
-        if output.prefill_stats is not None and not self.token_ids:
-            self.cached = output.prefill_stats.num_cached_tokens
-        self.token_ids += output.new_token_ids
-        if output.new_logprobs is not None:
-            self.logprobs += output.new_logprobs.logprobs.tobytes()
 
 
 class VllmEngine(AdapterVerbs, EngineFrontEnd):
@@ -86,13 +78,9 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     ) -> None:
         """`sleep`: whenever `generate` returns, as beside a trainer in the same memory."""
         versions.require()
-        if model.config.vision is not None or model.config.left_out:
+        if model.config.left_out:
             raise ConfigError(
-                f"{model.config.architecture} has a vision tower, which is not proven inside vLLM; use engine=embedded"
-            )
-        if model.recurrent:
-            raise ConfigError(
-                f"{model.config.architecture} has recurrent layers, whose states have no place in vLLM's pages here; "
+                f"{model.config.architecture} has a vision tower that is left out, which is not proven inside vLLM; "
                 "set rollout.engine=embedded"
             )
         if self.raw_column and model.device.type == "cuda" and os.environ.get("VLLM_BATCH_INVARIANT") == "1":
@@ -102,46 +90,53 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             )
         self._sleeps, self._asleep = sleep, False
         self._model = model
-        self._requests: dict[str, _Request] = {}  # by vLLM's id
-        self._held: dict[str, _Request] = {}  # requests that wait for an adapter's slot, not yet in vLLM
+        self._requests: dict[str, Request] = {}  # by vLLM's id
+        self._held: dict[str, Request] = {}  # requests that wait for an adapter's slot, not yet in vLLM
         self._adapters = EngineAdapters(model, adapter_slots, adapter_rank)
+        self._inputs = StepInputs(model, self._requests, self._adapters)
         self._chooses = bool(model.route_shape() or model.indexed_layers())
-        spec = model.cache_spec()
-        token_bytes = sum(prod(shape) for layer in spec for shape in layer.values()) * model.dtype.itemsize
+        if model.recurrent:
+            max_running = _most_running(model, max_running)
+        token_bytes = bytes_per_token(model.cache_spec(), model.dtype)
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
             max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
         super().__init__(Limits(model.vocab_size, model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
-        blocks = -(-max_cache_tokens // page_size) + 1  # vLLM reserves one
+        longest = min(model.max_positions, max_cache_tokens + 1)
+        blocks = -(-max(max_cache_tokens, longest) // page_size) + 1  # vLLM reserves one
         gc.collect()  # collect unreferenced engines before allocating
-        if sleep and model.device.type == "cuda" and any(other.sleeps for other in _LIVE):
+        if sleep and model.device.type == "cuda" and any(other.sleeps for other in LIVE):
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
-        self._live = live = _Life(
+        self._live = live = Life(
             sleeps=sleep and model.device.type == "cuda",
-            guest=any(other.guest for other in _LIVE) if _LIVE else torch.distributed.is_initialized(),
+            guest=any(other.guest for other in LIVE) if LIVE else torch.distributed.is_initialized(),
         )
-        _LIVE.add(live)
+        LIVE.add(live)
         self._llm = self._start(
             dtype=str(model.dtype).removeprefix("torch."),
-            max_model_len=min(model.max_positions, max_cache_tokens + 1),
+            max_model_len=longest,
             block_size=page_size,
             kv_cache_memory_bytes=blocks * page_size * token_bytes,
             max_num_seqs=max_running,
             max_num_batched_tokens=max(max_batch_tokens, max_running),
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching and not model.recurrent,
             enable_chunked_prefill=True,
             enforce_eager=True,
             skip_tokenizer_init=True,
             generation_config="vllm",  # not the folder's own sampling defaults
             disable_log_stats=True,
         )
+        if prefix_caching and model.recurrent:
+            log.warning(
+                "%s has recurrent layers, whose states vLLM's blocks do not hold: its prefix cache is off",
+                model.config.architecture,
+            )
         client = self._llm.engine_core
         if finalizer := getattr(client, "_finalizer", None):
             finalizer.detach()  # it would destroy state of other engines in this process
-        self._end = weakref.finalize(self, _shut_down, client.engine_core, live)
+        self._end = weakref.finalize(self, shut_down, client.engine_core, live)
         if self.raw_column:
-            requests, adapters = self._requests, self._adapters
-            self._llm.collective_rpc("adapt", args=(lambda ids: _slots_of(ids, requests, adapters),))
+            self._llm.collective_rpc("take_inputs", args=(self._inputs,))
 
     @property
     def model(self) -> Model:
@@ -152,7 +147,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     def model(self, view: Model) -> None:
         self._model = view
         self._llm.collective_rpc("run", args=(view,))
-        self._adapters.model = view
+        self._adapters.model = self._inputs.model = view
 
     # ---------------------------------------------------------------------------------------------- step by step
 
@@ -166,6 +161,26 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
         return score_prompt(self.model, prompt, top_logprobs)
 
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray]:
+        """As `rlloop.Engine.prefill_logprobs`, by the steps of vLLM."""
+        if not self.raw_column:
+            raise ConfigError("vLLM's own model gives no logprobs of a prompt; use the engine vllm or embedded")
+        assert not self.has_work, "requests are in flight"
+        params, scored = SamplingParams(max_tokens=1, seed=0), list[np.ndarray]()
+        for prompt in prompts:
+            self._check(prompt, params)
+        for prompt in prompts:
+            scored.append(np.zeros(len(prompt) - 1, np.float32))
+            self._queue(Request(self._next_id, as_model_input(prompt), params, scored=scored[-1]))
+            self._next_id += 1
+        try:
+            while self.has_work:
+                self.step()
+        finally:
+            self.abort_all()
+            self._rest()
+        return scored
+
     @property
     def in_flight(self) -> int:
         return len(self._requests)
@@ -175,7 +190,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             return []
         self._stats.steps += 1
         self._stats.adapter_waits += bool(self._held)
-        ended: list[tuple[_Request, str]] = []
+        ended: list[tuple[Request, str]] = []
         try:
             for output in self._llm.engine_core.get_output().outputs:
                 request = self._requests.get(output.request_id)
@@ -195,7 +210,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     def abort_all(self) -> list[tuple[int, Completion]]:
         return self._abort(list(self._requests.values()))
 
-    def _abort(self, requests: list[_Request]) -> list[tuple[int, Completion]]:
+    def _abort(self, requests: list[Request]) -> list[tuple[int, Completion]]:
         completions = self._completions([(request, "abort") for request in requests], admits=False)
         self._llm.engine_core.abort_requests([str(request.id) for request in requests])
         self._admit()
@@ -212,6 +227,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
 
     def _forget_cached(self) -> None:
         self._model.refresh()
+        self._inputs.forget()
         self._adapters.set_version(self.policy_version)
         if not self._llm.reset_prefix_cache():
             raise RunError("vLLM kept its prefix cache, though no request is in flight")
@@ -257,7 +273,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
 
         from rlloop.rollout.vllm.loading import lend
 
-        with tempfile.TemporaryDirectory() as folder, _process_state_kept():
+        with tempfile.TemporaryDirectory() as folder, process_state_kept():
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
             if self.model.device.type == "cuda":
@@ -267,8 +283,9 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             return LLMEngine.from_engine_args(EngineArgs(model=folder, **settings))
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
-        check_supported(prompt, top_logprobs)
+        check_top(top_logprobs)
         super()._check(prompt, sampling)
+        check_images(as_model_input(prompt), self.model.config)
         check_sampling(sampling, stock=not self.raw_column)
 
     def _accept(
@@ -277,9 +294,11 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         named = self._adapters.named(adapter)
         if named is not None and self._adapters.slots <= self._adapters.own:
             raise ConfigError("the adapter in training takes the only slot; give the engine adapter_slots=2 or more")
+        self._queue(Request(id, prompt, sampling, named))
+
+    def _queue(self, request: Request) -> None:
         self.wake_up()
-        request = _Request(id, prompt.token_ids, sampling, named)
-        self._requests[str(id)] = self._held[str(id)] = request
+        self._requests[str(request.id)] = self._held[str(request.id)] = request
         self._admit()
 
     def _admit(self) -> None:
@@ -294,10 +313,10 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             del self._held[id]
             self._begin(request)
 
-    def _begin(self, request: _Request) -> None:
+    def _begin(self, request: Request) -> None:
         llm, asked = self._llm, dict[str, Any](prompt_token_ids=request.prompt_ids)
-        if request.adapter is not None:  # names its blocks
-            asked["cache_salt"] = request.adapter.key
+        if (salt := request.salt) is not None:
+            asked["cache_salt"] = salt
         params, tasks = self._params(request.sampling), llm.get_supported_tasks()
         llm.engine_core.add_request(llm.input_processor.process_inputs(str(request.id), asked, params, tasks))
 
@@ -311,7 +330,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         stop = stop_ids(sampling, self.model.eos_token_ids)
         return VllmParams(**vllm_params(sampling, stop, raw=self.raw_column, columns=int(self.raw_column)))
 
-    def _completions(self, ended: list[tuple[_Request, str]], *, admits: bool = True) -> list[tuple[int, Completion]]:
+    def _completions(self, ended: list[tuple[Request, str]], *, admits: bool = True) -> list[tuple[int, Completion]]:
         """Completions of requests that just ended, with the reasons; vLLM's tables still know their pages."""
         choices: list[Choices] = [(None, None)] * len(ended)
         if self._chooses and ended:
@@ -327,7 +346,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         return completions
 
     def _completion(
-        self, request: _Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
+        self, request: Request, reason: str, experts: np.ndarray | None, selected: np.ndarray | None
     ) -> tuple[int, Completion]:
         del self._requests[str(request.id)]
         self._held.pop(str(request.id), None)
@@ -344,57 +363,24 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
             sampling=request.sampling,
             routed_experts=experts,
             selected=selected,
+            model_input=None if request.model_input.is_text else request.model_input,
         )
 
-    def _logprobs(self, request: _Request, begin: int) -> tuple[np.ndarray, np.ndarray]:
+    def _logprobs(self, request: Request, begin: int) -> tuple[np.ndarray, np.ndarray]:
         """Logprobs under the sampled distribution, and raw ones, from the `begin`-th token on."""
         columns = 1 + self.raw_column
         logprobs = np.frombuffer(request.logprobs[4 * columns * begin :], np.float32).reshape(-1, columns).T.copy()
         return logprobs[0], logprobs[1] if self.raw_column else raw_of_stock(request.sampling, logprobs[0])
 
 
-def _slots_of(ids: list[str], requests: dict[str, _Request], adapters: EngineAdapters) -> np.ndarray | None:
-    """[S] int64 the adapters' slots of a step's requests; None where none names one. One that has ended has none."""
-    named = [None if (request := requests.get(id)) is None else request.adapter for id in ids]
-    return adapters.slots_of(named) if any(each is not None for each in named) else None
-
-
-class _Life:
-    """Marks a live engine of this process. Held by the engine, so it is freed with an engine that could not start."""
-
-    def __init__(self, sleeps: bool, guest: bool) -> None:
-        """`sleeps`: by vLLM's sleep mode, which is the process's. `guest`: the process group is of a run's ranks."""
-        self.sleeps, self.asleep, self.guest = sleeps, False, guest
-
-
-_LIVE: weakref.WeakSet[_Life] = weakref.WeakSet()
-
-
-def _shut_down(core: Any, live: _Life) -> None:
-    """vLLM's process groups are the process's, so the last engine takes them down."""
-    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
-
-    if live.sleeps and live.asleep:
-        core.collective_rpc("restore_caches")  # sleeping memory cannot be freed
-    _LIVE.discard(live)
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    if not _LIVE and live.guest:
-        destroy_model_parallel()
-    elif not _LIVE:
-        cleanup_dist_env_and_memory()
-
-
-@contextmanager
-def _process_state_kept() -> Iterator[None]:
-    """vLLM seeds Python, numpy and torch, and sets the number of threads, as if the process were its own."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        torch.set_num_threads(threads)
+def _most_running(model: Model, asked: int) -> int:
+    """Requests of a recurrent model that may run at a time; on a GPU their states take memory at once."""
+    if not any(model.cache_spec()):
+        raise ConfigError(
+            f"{model.config.architecture} has recurrent layers alone, and vLLM needs pages to schedule by; set "
+            "rollout.engine=embedded"
+        )
+    if model.device.type == "cpu":
+        return asked
+    rows = STATE_BYTES // bytes_per_token(model.state_spec(), torch.float32)
+    return max(1, min(asked, *model.context.ranks("tp").gather_objects(rows)))  # ranks schedule the same

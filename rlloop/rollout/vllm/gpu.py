@@ -37,6 +37,7 @@ class GpuWorker(WorkerMixin, Worker):
     def release_caches(self) -> None:
         """vLLM's sleep mode: addresses stay, so that graphs which read there do, and the memory goes."""
         torch.cuda.synchronize()
+        super().release_caches()
         _allocator().sleep(())  # the worker's own method looks at memory that other processes take
 
     def restore_caches(self) -> None:

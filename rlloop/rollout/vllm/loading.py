@@ -83,10 +83,17 @@ def _facts(policy: Model, config: VllmConfig) -> Facts:
 
 
 class ConfigParser(ConfigParserBase):
-    """Format `rlloop`: a folder's config.json as Hugging Face's parser reads it, with our architecture."""
+    """Format `rlloop`: a folder's config.json as Hugging Face's parser reads it, with our architecture.
+
+    Of a model with a vision tower it is the text model's, and without the rope's sections: vLLM reads token ids alone,
+    and images and their positions go past it (`StepInputs`).
+    """
 
     def parse(self, model: str | Path, *args: Any, **kwargs: Any) -> tuple[dict, Any]:
         plain, config = get_config_parser("hf").parse(model, *args, **kwargs)
+        config = config.get_text_config()
+        if isinstance(rope := getattr(config, "rope_parameters", None), dict):
+            config.rope_parameters = {name: value for name, value in rope.items() if name != "mrope_section"}
         config.architectures = [ARCHITECTURE]
         return {**plain, "architectures": [ARCHITECTURE]}, config
 

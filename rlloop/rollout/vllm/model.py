@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,6 +22,8 @@ from rlloop.rollout.vllm.attention import GpuStore, PagedStore, PagedStores, Ste
 from rlloop.rollout.vllm.gpu_graphs import StepGraphs
 from rlloop.rollout.vllm.loading import policy_of
 from rlloop.rollout.vllm.sampler import Replayed, Rows
+from rlloop.rollout.vllm.states import RequestStates
+from rlloop.rollout.vllm.step_inputs import StepInputs
 
 
 class RlloopForCausalLM(nn.Module):
@@ -35,6 +38,15 @@ class RlloopForCausalLM(nn.Module):
                 f"{parallel.world_size} ranks were asked for; leave pipeline and context parallelism at 1"
             )
         self.policy = policy_of(vllm_config)
+        self._most = vllm_config.scheduler_config.max_num_seqs
+        self.states: RequestStates | None = None
+        if self.policy.recurrent:
+            if vllm_config.cache_config.enable_prefix_caching:
+                raise ValueError(
+                    f"{self.policy.config.architecture} has recurrent layers, whose states are not in vLLM's prefix "
+                    "cache; start vLLM with --no-enable-prefix-caching"
+                )
+            self.states = RequestStates(self.policy.state_spec(), self._most, self.policy.device)
         known = vllm_config.compilation_config.static_forward_context
         self.stores: list[dict[str, PagedStore]] = []
         self.graphs: StepGraphs | None = None
@@ -47,12 +59,10 @@ class RlloopForCausalLM(nn.Module):
                 stores[name] = store
             self.stores.append(stores)
         self._any_store = next(iter(known))
-        self._most = vllm_config.scheduler_config.max_num_seqs
         self.choices: ChoiceStore | None = None  # recorder of each token's choices; set by the worker
         self.rows: Callable[[], Rows]  # sampling parameters of this step's requests; set by the worker
-        self.slots: Callable[[], np.ndarray | None] | None = (
-            None  # its requests' adapters; set by an engine in this process
-        )
+        self.batch: Callable[[], Any]  # vLLM's InputBatch of this step; set by the worker
+        self.inputs: StepInputs | None = None  # what vLLM does not carry; set by an engine in this process
         self.step: StepMetadata | None = None  # the last
         self._of_requests: AdapterSlots | None = None  # in it
         self.replayed: Replayed | None = None  # what a graph made of it, if one did
@@ -72,20 +82,29 @@ class RlloopForCausalLM(nn.Module):
         step = steps[self._any_store]
         assert isinstance(step, StepMetadata)
         self.step, count = step, step.count
-        slots = None if self.slots is None else self.slots()
-        if input_ids.is_cuda and step.decodes and slots is None:
+        ids, inputs = self.batch().req_ids, self.inputs
+        if inputs is not None and inputs.plain(ids):
+            inputs = None
+        if input_ids.is_cuda and step.decodes and inputs is None and self.states is None:
             replayed = self.replayed = self._graphs().replay(input_ids[:count], positions[:count], step, self.rows())
             return replayed
-        cache = PagedStores(self.stores, step.slots)
+        states = None if self.states is None else partial(self.states.carried, rows=self.states.rows(ids))
+        cache = PagedStores(self.stores, step.slots, states)
         routes = None if self.choices is None else RoutingRecord()
         tokens, positions = input_ids[:count].long().clamp(min=0), positions[:count].long()  # -1: none was drawn
-        of_tokens = None
-        if slots is not None:  # a GPU's decode steps with adapters by request are in no graph
+        of_tokens = images = None
+        begin = self.batch().num_computed_tokens_cpu[: len(ids)].astype(np.int64)
+        if inputs is not None and (slots := inputs.slots(ids)) is not None:
             on = on_device(slots, self.policy.device)
             counts = step.layout.query_start.diff()
             self._of_requests = self.policy.adapters.rows(on)
             of_tokens = self.policy.adapters.rows(on.repeat_interleave(counts, output_size=count))
-        hidden = self.policy.hidden(tokens, positions, step.layout, cache, routes=routes, adapters=of_tokens)
+        if inputs is not None and (placed := inputs.placed(ids, begin, step.counts)) is not None:
+            positions, images = on_device(placed[0], self.policy.device), placed[1]
+        kept = {"routes": routes, "adapters": of_tokens, "images": images}
+        hidden = self.policy.hidden(tokens, positions, step.layout, cache, **kept)
+        if inputs is not None:
+            inputs.score(ids, begin, step.counts, hidden)
         if self.choices is not None and routes is not None:
             self.choices.write(step.slots, routes)
         return hidden if count == len(input_ids) else nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - count))

@@ -29,7 +29,7 @@ from rlloop.rollout.errors import VersionUnavailable
 from rlloop.rollout.fleet.weight_follower import Source
 from rlloop.rollout.fleet.wire import Array, unpack_array
 from rlloop.rollout.vllm.messages import Chosen, Facts, ReplicaState
-from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, check_supported, raw_of_stock, vllm_params
+from rlloop.rollout.vllm.requests import RAW_ID, check_sampling, check_text, check_top, raw_of_stock, vllm_params
 from rlloop.rollout.vllm.upstream import Answer, Upstream, UpstreamError, abort_route
 from rlloop.sync.replica import State
 from rlloop.sync.target import TORN
@@ -66,7 +66,8 @@ class ServedEngine(EngineFrontEnd):
         )
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
-        check_supported(prompt, top_logprobs)
+        check_top(top_logprobs)
+        check_text(prompt)
         super()._check(prompt, sampling)
         check_sampling(sampling, self.facts.stock)
         if self.facts.stock and sampling.min_tokens:

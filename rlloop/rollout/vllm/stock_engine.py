@@ -16,9 +16,11 @@ from rlloop.models.checkpoint_names import HEAD
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
+from rlloop.rollout.vllm.requests import check_text
 from rlloop.rollout.vllm.weights import Part, plain
 from rlloop.sync.bits import digest
 from rlloop.sync.live import bits_of, named_weights
+from rlloop.types import ModelInput, SamplingParams
 
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
 CPU_LATENT_PAGE = 16  # exactly this, with latent attention
@@ -42,6 +44,10 @@ class StockVllmEngine(VllmEngine):
 
     def _check_adapter(self, adapter: str | None) -> None:
         EngineFrontEnd._check_adapter(self, adapter)
+
+    def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
+        check_text(prompt)
+        super()._check(prompt, sampling, top_logprobs)
 
     def live_parts(self) -> dict[str, Part]:
         """vLLM's live weights by Hugging Face name; where all are views, `rlloop.sync.live.LiveTarget` takes them."""
@@ -74,6 +80,16 @@ class StockVllmEngine(VllmEngine):
             raise ConfigError(
                 f"rollout.layout.tp is {ranks}, and rollout.engine=vllm_stock runs on one rank beside a trainer; set "
                 "tp to 1, or rollout.engine=vllm, which has one rank's bits at any tp"
+            )
+        if self.model.config.vision is not None:
+            raise ConfigError(
+                f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own vision tower was not "
+                "tried; set rollout.engine=vllm or embedded"
+            )
+        if self.model.recurrent:
+            raise ConfigError(
+                f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own recurrent layers were "
+                "not tried; set rollout.engine=vllm or embedded"
             )
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(

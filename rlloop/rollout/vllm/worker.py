@@ -29,6 +29,7 @@ class CpuWorker(WorkerMixin, CPUWorker):
     def release_caches(self) -> None:
         """Free the caches on a CPU, where vLLM's sleep mode does nothing: drop them from layers, views and the
         runner."""
+        super().release_caches()
         runner = self.model_runner
         for layer in runner.compilation_config.static_forward_context.values():
             if isinstance(layer, PagedStore):

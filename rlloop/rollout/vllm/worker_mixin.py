@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed import parallel_state
 
@@ -14,6 +12,8 @@ from rlloop.rollout.engine.choice_store import Choices
 from rlloop.rollout.vllm.loading import LENT_AS
 from rlloop.rollout.vllm.model import RlloopForCausalLM
 from rlloop.rollout.vllm.recording import Recorder
+from rlloop.rollout.vllm.states import RequestStates
+from rlloop.rollout.vllm.step_inputs import StepInputs
 from rlloop.rollout.vllm.weights import Part, live_parts, renew
 from rlloop.rollout.vllm.worker_replica import Following
 
@@ -24,6 +24,7 @@ class WorkerMixin:
     model_runner: Any
     vllm_config: Any
     recorder: Recorder | None = None
+    states: RequestStates | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # vLLM makes a process's groups once, and where that was for a dense model, none for experts. All have one rank.
@@ -34,6 +35,10 @@ class WorkerMixin:
                 [group.ranks], group.local_rank, backend, group_name="ep"
             )
         super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        model = self.model_runner.get_model()
+        if isinstance(model, RlloopForCausalLM):
+            model.batch = lambda: self.model_runner.input_batch
+            self.states = model.states
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)  # pyright: ignore[reportAttributeAccessIssue]
@@ -46,7 +51,14 @@ class WorkerMixin:
     def execute_model(self, scheduler_output: Any) -> Any:
         if self.recorder is not None:
             self.recorder.before(scheduler_output)
+        if self.states is not None:
+            self.states.before(scheduler_output)
         return super().execute_model(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def release_caches(self) -> None:
+        """Free states; those of requests come with the next step. The worker's own frees what is in pages."""
+        if self.states is not None:
+            self.states.release()
 
     def run(self, policy: Model) -> None:
         """Another view of the weights, of a caller in this process."""
@@ -55,11 +67,11 @@ class WorkerMixin:
         model.policy = self.model_runner.sampler.policy = policy
         model.graphs = None
 
-    def adapt(self, slots_of: Callable[[list[str]], np.ndarray | None]) -> None:
-        """`slots_of`: the adapters' slots of requests by id, of an engine in this process."""
+    def take_inputs(self, inputs: StepInputs) -> None:
+        """`inputs`: of an engine in this process."""
         model = self.model_runner.get_model()
         assert isinstance(model, RlloopForCausalLM)
-        model.slots = lambda: slots_of(self.model_runner.input_batch.req_ids)
+        model.inputs = inputs
 
     def choices(self, asked: list[tuple[str, int]]) -> list[Choices]:
         """Discrete choices for the first tokens of requests (id, count)."""
