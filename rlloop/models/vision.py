@@ -346,10 +346,12 @@ def _check_outside(model_input: ModelInput, given: int | None, config: ModelConf
         for name, token in config.vision.placeholders.items():
             if token not in outside:
                 continue
-            change = "give its image (ImageProcessor.prompt, ModelInput.from_processor; over HTTP, chat completions)"
-            if name == "video_token_id":
-                change = "rlloop reads images alone"
+            change = (
+                "give its image (ImageProcessor.prompt, ModelInput.from_processor; over HTTP, chat completions), or "
+            )
+            if name == "video_token_id":  # rlloop reads no videos
+                change = ""
             raise ConfigError(
                 f"token {token} at index {begin + outside.index(token)} of a prompt is {config.architecture}'s "
-                f"placeholder {name}, and no image stands there; {change}, or leave the token out"
+                f"placeholder {name}, and no image stands there; {change}leave the token out"
             )

@@ -95,5 +95,5 @@ def _vocabulary(models: Mapping[str, ModelConfig]) -> list[int]:
     without = set()
     for config in models.values():
         if config.vision is not None:
-            without |= {config.vision.image_token_id, *(config.raw.get(name) for name in MARKS)}
+            without |= {*config.vision.placeholders.values(), *(config.raw.get(name) for name in MARKS)}
     return [id for id in range(min(config.vocab_size for config in models.values())) if id not in without]
