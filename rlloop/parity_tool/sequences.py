@@ -48,9 +48,9 @@ class Tokens:
     def read(self) -> ModelInput:
         """All tokens but the last, from which nothing is predicted."""
         if self.model_input is None:
-            return ModelInput(self.ids[:-1])
+            return ModelInput(self.ids[:-1], given=self.prompt)
         positions = self.model_input.positions_at(0, len(self.ids) - 1)
-        return ModelInput(self.ids[:-1], positions, self.model_input.contents)
+        return ModelInput(self.ids[:-1], positions, self.model_input.contents, given=self.prompt)
 
     def lacks_images(self, placeholder: int) -> bool:
         """True if the prompt has placeholders of images, and the images are not known."""
