@@ -351,7 +351,8 @@ class Colocated(Replica):
         doctor = doctor_for(self.engine, self.model)
         if doctor is None or self.world.size == 1:
             return None if doctor is None else doctor(sample, difference)
-        weights = self.world.gather_objects(different_weights(self.model, self.sampled))
+        wholes = self.trainer.compute_copy() if self._apart else None
+        weights = self.world.gather_objects(different_weights(self.model, self.sampled, wholes))
         if any(weights):  # which explains it
             return of_weights(weights)
         return of_ranks(self.world.gather_objects(doctor(sample, difference)))
