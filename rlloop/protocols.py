@@ -204,6 +204,16 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class MakesModel(Protocol):
+    """A task that can say, before it makes a model of its own, what that will be: a layout which such a model cannot
+    have is refused first."""
+
+    def model_config(self) -> Mapping[str, Any]:
+        """The content of the config.json that `model_folder` will have; asked only without a `model_path`."""
+        ...
+
+
 class Scorer(Protocol):
     """Scores a batch of completions."""
 

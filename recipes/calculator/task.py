@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -139,6 +140,12 @@ class Calculate:
         from .warm_start import warm_started  # imports torch
 
         return warm_started(*self._warm)
+
+    def model_config(self) -> Mapping[str, Any]:
+        from ..custom.tiny import tiny_config
+        from .warm_start import LAYERS  # imports torch
+
+        return tiny_config(WORDS, num_layers=LAYERS)
 
     def train_examples(self, step: int, count: int) -> list[Example]:
         chosen = np.random.default_rng((self.seed, step)).choice(len(self._training), count, replace=False)

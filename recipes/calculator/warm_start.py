@@ -18,7 +18,7 @@ from rlloop.trainer import Trainer, TrainSequence
 from ..custom.tiny import END, write_tiny
 from .task import TOOLS, WORDS, Problem, problems
 
-VERSION, BATCH, LR = 2, 32, 2e-3
+VERSION, BATCH, LR, LAYERS = 2, 32, 2e-3, 3
 
 
 def warm_started(demonstrations: int, steps: int) -> Path:
@@ -29,7 +29,7 @@ def warm_started(demonstrations: int, steps: int) -> Path:
         return folder
     with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
         new, trained = Path(scratch) / "new", Path(scratch) / "trained"
-        write_tiny(new, WORDS, num_layers=3)
+        write_tiny(new, WORDS, num_layers=LAYERS)
         chat = ChatTokenizer(new, eos_token_ids=read_config(new).eos_token_ids)
         rng = np.random.default_rng(0)
         training = [each for each in problems() if not each.held_out]

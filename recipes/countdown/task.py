@@ -103,6 +103,11 @@ class Countdown:
 
         return warm_start_folder(self)
 
+    def model_config(self) -> Mapping[str, Any]:
+        from .warmstart import model_config  # imports torch
+
+        return model_config(self)
+
     def train_examples(self, step: int, count: int) -> list[Example]:
         """`count` training problems, different ones where there are so many: a function of (seed, step)."""
         problems = self._training

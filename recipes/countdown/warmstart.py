@@ -133,7 +133,7 @@ def warm_start_folder(task: Countdown) -> Path:
     if not (folder / RECORD).exists():
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             new, trained = Path(scratch) / "new", Path(scratch) / "trained"
-            save_model(new_model(_config(task), task.warm_start.seed), new)
+            save_model(new_model(model_config(task), task.warm_start.seed), new)
             save_tokenizer(task.tokenizer, new)
             supervised = Supervised(task, new)
             with _progress("warm start") as say:
@@ -171,12 +171,12 @@ def digest(task: Countdown) -> str:
         del settings["dtype"]
     inputs = {
         "format": FORMAT,
-        "model": _config(task),
+        "model": model_config(task),
         "settings": settings,
         "demonstrations": [asdict(each) for each in _demonstrations(task)],
         "held_out": [example.prompt for example in task.eval_examples(task.warm_start.eval_draws)],
         "tokenizer": task.tokenizer.to_str(),
-        "numerics": new_model(_config(task), task.warm_start.seed).fingerprint(),
+        "numerics": new_model(model_config(task), task.warm_start.seed).fingerprint(),
         "torch": torch.__version__,
     }
     return blake3(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest(length=10)
@@ -187,7 +187,7 @@ def _demonstrations(task: Countdown) -> list[Demonstration]:
     return demonstrations(settings.demonstrations, settings.seed, task.largest_number, task.largest_target)
 
 
-def _config(task: Countdown) -> dict[str, Any]:
+def model_config(task: Countdown) -> dict[str, Any]:
     """config.json of the recipe's model."""
     shape, tokenizer = task.model, task.tokenizer
     kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}

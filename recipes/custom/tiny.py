@@ -10,6 +10,7 @@ import string
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -21,21 +22,14 @@ TEMPLATE = (
 )
 
 
-def write_tiny(
-    folder: Path, words: Sequence[str] | None = None, *, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
-) -> None:
-    """`words`, between white space, are its vocabulary; None: it has a token for every printable ASCII character."""
-    from rlloop.models import new_model, save_model  # imports torch
+def _vocabulary(words: Sequence[str] | None) -> list[str]:
+    return [*SPECIAL, *(string.printable if words is None else words)]
 
-    vocabulary = [*SPECIAL, *(string.printable if words is None else words)]
-    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
-    if words is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    config = {
+
+def tiny_config(words: Sequence[str] | None = None, *, hidden_size: int = 64, num_layers: int = 2) -> dict[str, Any]:
+    """The config.json of `write_tiny`'s model."""
+    vocabulary = _vocabulary(words)
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": len(vocabulary),
@@ -55,7 +49,23 @@ def write_tiny(
         "eos_token_id": vocabulary.index(END),
         "dtype": "float32",
     }
-    save_model(new_model(config, seed), folder)
+
+
+def write_tiny(
+    folder: Path, words: Sequence[str] | None = None, *, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
+) -> None:
+    """`words`, between white space, are its vocabulary; None: it has a token for every printable ASCII character."""
+    from rlloop.models import new_model, save_model  # imports torch
+
+    vocabulary = _vocabulary(words)
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    if words is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    save_model(new_model(tiny_config(words, hidden_size=hidden_size, num_layers=num_layers), seed), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from rlloop.errors import ConfigError
 from rlloop.loop.environments import Message, Reply
 from rlloop.types import Example
 
-from ..custom.tiny import write_tiny
+from ..custom.tiny import tiny_config, write_tiny
 
 
 class NumberGuessing:
@@ -63,10 +64,16 @@ class Guess:
         folder = root / f"guess-{self.numbers}-v1"
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
-                words = ["guess", "to", "higher", "lower", "what", *map(str, range(1, self.numbers + 1))]
-                write_tiny(Path(scratch) / "made", words)
+                write_tiny(Path(scratch) / "made", self._words)
                 (Path(scratch) / "made").rename(folder)
         return folder
+
+    def model_config(self) -> Mapping[str, Any]:
+        return tiny_config(self._words)
+
+    @property
+    def _words(self) -> list[str]:
+        return ["guess", "to", "higher", "lower", "what", *map(str, range(1, self.numbers + 1))]
 
     def train_examples(self, step: int, count: int) -> list[Example]:
         rng = np.random.default_rng((self.seed, step))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,11 @@ class Pictures:
         from .warm_start import warm_started  # imports torch
 
         return warm_started(self.demonstrations, self.warm_steps)
+
+    def model_config(self) -> Mapping[str, Any]:
+        from .warm_start import model_config  # imports torch
+
+        return model_config()
 
     def train_examples(self, step: int, count: int) -> list[Example]:
         return [self._example(each) for each in islice(questions(np.random.default_rng((self.seed, step))), count)]

@@ -6,6 +6,7 @@ import json
 import tempfile
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,6 +26,7 @@ VERSION, BATCH, LR = 1, 32, 2e-3
 UNKNOWN, END = "<|unknown|>", "<|end|>"
 START, IMAGE, STOP = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 SPECIAL = (UNKNOWN, END, "<|user|>", "<|assistant|>", START, IMAGE, STOP, "<|video_pad|>")
+VOCABULARY = [*SPECIAL, *WORDS]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}"
@@ -33,19 +35,15 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, seed: int = 0) -> None:
-    """A random model for pictures of the recipe, with tokenizer, chat template and image processor."""
-    vocabulary = [*SPECIAL, *WORDS]
-    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(list(SPECIAL))
-    config = {
+def model_config() -> dict[str, Any]:
+    """config.json of the recipe's model."""
+    return {
         "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": True,
-        "image_token_id": vocabulary.index(IMAGE), "video_token_id": vocabulary.index("<|video_pad|>"),
-        "vision_start_token_id": vocabulary.index(START), "vision_end_token_id": vocabulary.index(STOP),
-        "eos_token_id": vocabulary.index(END),
+        "image_token_id": VOCABULARY.index(IMAGE), "video_token_id": VOCABULARY.index("<|video_pad|>"),
+        "vision_start_token_id": VOCABULARY.index(START), "vision_end_token_id": VOCABULARY.index(STOP),
+        "eos_token_id": VOCABULARY.index(END),
         "text_config": {
-            "model_type": "qwen3_vl_text", "vocab_size": len(vocabulary), "hidden_size": 64, "intermediate_size": 128,
+            "model_type": "qwen3_vl_text", "vocab_size": len(VOCABULARY), "hidden_size": 64, "intermediate_size": 128,
             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
             "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "attention_bias": False,
             "initializer_range": 0.1, "dtype": "float32", "rope_parameters": {
@@ -59,6 +57,14 @@ def write_model(folder: Path, seed: int = 0) -> None:
             "deepstack_visual_indexes": [0],
         },
     }  # fmt: skip
+
+
+def write_model(folder: Path, seed: int = 0) -> None:
+    """A random model for pictures of the recipe, with tokenizer, chat template and image processor."""
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(list(SPECIAL))
+    config = model_config()
     save_model(new_model(config, seed), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -55,6 +55,9 @@ class RandomModel:
                 (Path(scratch) / "made").rename(folder)
         return folder
 
+    def model_config(self) -> Mapping[str, Any]:
+        return self._config
+
     def train_examples(self, step: int, count: int) -> list[Example]:
         return self._examples((self._seed, step), f"{step}", count)
 

@@ -7,6 +7,7 @@ name, before anything starts. Each `__post_init__` checks its own section, `RunC
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -33,7 +34,7 @@ from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
-from rlloop.parallel.layout import Layout
+from rlloop.parallel.layout import Layout, misfit, refuse_misfit
 
 
 @dataclass
@@ -287,9 +288,11 @@ class RunConfig:
             )
 
     def _check_ranks(self) -> None:
-        """Refuses what runs on one rank alone beside a layout of several."""
+        """Refuses layouts that no model can have, and what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
+        for key, layout in (("trainer.layout", self.world.trainer), ("rollout.layout", self.world.engine)):
+            refuse_misfit(layout, key, partial(misfit, trains=key == "trainer.layout"), "any model")
         if self.trainer.shard == "parameters" and self.world.trainer.pp > 1:
             raise ConfigError(
                 "trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is "

@@ -10,21 +10,27 @@ from rlloop.config.layout import World
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.config import parse_config, read_config
 from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout
+from rlloop.protocols import MakesModel, Task
 
 
-def check_launch(config: RunConfig, processes: int) -> None:
-    """Raises `ConfigError` where the layouts do not fit what was started: `processes` by torchrun, 1 without it."""
+def check_launch(config: RunConfig, processes: int, here: int | None = None) -> None:
+    """Raises `ConfigError` where the layouts do not fit what was started: `processes` by torchrun, 1 without it; `here`
+    of them on this machine, if that is known."""
     size = config.world.size
     if config.launch is Launch.ray:
         if processes > 1:
             raise ConfigError(f"launch=ray starts its own processes, and torchrun has started {processes}; use one")
-        needed = size + config.replicas * config.world.engine.world_size
-        if config.device == "cuda" and config.ray.address is None and size > 1:
-            _check_gpus(needed, f"trainer.layout and rollout.layout, with ray.replicas={config.replicas},")
+        _check_ray(config)
         return
     if size == processes:
+        if config.device == "cuda" and here is not None and 0 < (have := torch.cuda.device_count()) < here:
+            raise ConfigError(
+                f"torchrun has started {here} processes on this machine, which has {have} GPUs, and each takes one. "
+                f"Start it with --nproc-per-node {have}, on more machines or for smaller layouts"
+            )
         return
     layouts = f"trainer.layout and rollout.layout have {size} rank{'s' if size > 1 else ''}"
     if processes == 1:
@@ -48,13 +54,38 @@ def _by_dp_shard(trainer: Layout, rollout: Layout, processes: int) -> str:
     return f", or set trainer.layout.dp_shard={degree}" if world.size == processes else ""
 
 
-def _check_gpus(needed: int, what: str) -> None:
-    have = torch.cuda.device_count()
-    if needed > have:
+def _check_ray(config: RunConfig) -> None:
+    if config.rollout.drift.declared or vars(config.rollout.profile.over(config.model.profile)) != vars(
+        config.model.profile
+    ):
         raise ConfigError(
-            f"{what} need {needed} GPUs, and this machine has {have}. Set trainer.layout.dp_shard={max(1, have)} with "
-            "the other degrees at 1, or attach to a larger cluster by ray.address"
+            "rollout.drift and rollout.profile compare numerics in one process; use launch=local for them"
         )
+    world, address = config.world, config.ray.address
+    if world.size == world.engine.world_size == 1:
+        return
+    if (address or "").startswith("ray://"):
+        raise ConfigError(
+            f"ray.address={address} is a client's, and ranks meet in the process that starts them; run on a machine of "
+            "the cluster, with ray.address=HOST:PORT or auto"
+        )
+    needed, have = world.size + config.replicas * world.engine.world_size, torch.cuda.device_count()
+    if config.device == "cuda" and address is None and needed > have:
+        raise ConfigError(
+            f"trainer.layout and rollout.layout, with ray.replicas={config.replicas}, need {needed} GPUs, and this "
+            f"machine has {have}. Set trainer.layout.dp_shard={max(1, have)} with the other degrees at 1, or attach to "
+            "a larger cluster by ray.address"
+        )
+
+
+def check_task(config: RunConfig, task: Task) -> None:
+    """`check_model` of the model that `task` gives, where its configuration is known before it is made."""
+    if config.world.size == 1:
+        return
+    if config.model.path is not None:
+        check_model(config, read_config(config.model.path))
+    elif isinstance(task, MakesModel):
+        check_model(config, parse_config(task.model_config()))
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> None:

@@ -41,16 +41,10 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
     removed, and Ray is shut down where this run started it.
     """
     ray = import_ray(config.ray.address)
-    if config.rollout.drift.declared or vars(config.rollout.profile.over(config.model.profile)) != vars(
-        config.model.profile
-    ):
-        raise ConfigError(
-            "rollout.drift and rollout.profile compare numerics in one process; use launch=local for them"
-        )
-    path = str(Path(prepared.task.model_folder()).absolute())
-    check_model(config, read_config(path))
     with ExitStack() as stack:
-        actors = stack.enter_context(_placed(ray, config, path))
+        actors = stack.enter_context(_placed(ray, config))  # no model is made for which there is no room
+        path = actors.path = str(Path(prepared.task.model_folder()).absolute())
+        check_model(config, read_config(path))
         trainer = actors.start(Colocated, "trainer", config.world.size)
         replicas = [
             actors.start(Replica, f"engine {index}", config.world.engine.world_size)
@@ -85,18 +79,13 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
 
 
 @contextmanager
-def _placed(ray: Any, config: RunConfig, path: str) -> Iterator[_Actors]:
+def _placed(ray: Any, config: RunConfig) -> Iterator[_Actors]:
     """Room for all of a run's actors, which end with the context."""
     world, count = config.world, config.world.size + config.replicas * config.world.engine.world_size
     needs = {"CPU": config.ray.cpus_per_worker}
     if config.device != "cpu":
         needs["GPU"] = config.ray.gpus_per_worker
     meets = world.size > 1 or world.engine.world_size > 1
-    if meets and (config.ray.address or "").startswith("ray://"):
-        raise ConfigError(
-            f"ray.address={config.ray.address} is a client's, and ranks meet in the process that starts them; run on a "
-            "machine of the cluster, with ray.address=HOST:PORT or auto"
-        )
     with ExitStack() as stack:
         stack.enter_context(ray_session(ray, config.ray.address, needs["CPU"] * count))
         group = ray.util.placement_group([needs] * count, strategy="PACK")
@@ -117,7 +106,7 @@ def _placed(ray: Any, config: RunConfig, path: str) -> Iterator[_Actors]:
         threads = torch.get_num_threads() // world.size if local else torch.get_num_threads()
         store = host_store(host) if meets else None
         address = "" if store is None else f"tcp://{host}:{store.port}"
-        actors = _Actors(ray, config, path, group, needs, bundles, max(1, threads), store, address)
+        actors = _Actors(ray, config, group, needs, bundles, max(1, threads), store, address)
         stack.callback(actors.kill)
         yield actors
 
@@ -128,13 +117,13 @@ class _Actors:
 
     ray: Any
     config: RunConfig
-    path: str
     group: Any
     needs: dict[str, float]
     bundles: list[int]  # that are free
     threads: int
     store: Store | None  # where ranks meet
     address: str
+    path: str = ""  # of the model
 
     def __post_init__(self) -> None:
         self._handles: list[RayHandle] = []

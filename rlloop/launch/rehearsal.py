@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlloop.launch.kernels import compile_if_new
-from rlloop.launch.layouts import check_launch
+from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.prepare import prepare
 from rlloop.launch.run import Job, builder_of
 from rlloop.models.config import read_config
@@ -31,6 +31,7 @@ def rehearse(job: Job, console: Console) -> None:
         check_launch(config, 1)
         prepared = prepare(config, job.reward)
         stack.callback(prepared.scorer.close)
+        check_task(config, prepared.task)
         if config.device == "cpu":
             compile_if_new(config.model.dtype, say)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))

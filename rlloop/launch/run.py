@@ -22,7 +22,7 @@ from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
 from rlloop.launch.kernels import compile_if_new
-from rlloop.launch.layouts import check_launch
+from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.ranks import RankFailed, remaining
@@ -74,9 +74,11 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
-        check_launch(job.config, 1 if leader is None else leader.here.size)
+        size, here = (1, None) if leader is None else (leader.here.size, leader.here.neighbours)
+        check_launch(job.config, size, here)
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
+        check_task(job.config, prepared.task)
         check_certificate(job.config.certificate)
         if job.config.device == "cpu":
             compile_if_new(job.config.model.dtype, say)

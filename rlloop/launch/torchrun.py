@@ -58,6 +58,7 @@ class Torchrun:
     rank: int
     size: int
     local: int  # index on this machine
+    neighbours: int | None  # processes on this machine; None: a launcher that does not say it
     address: str
 
     @classmethod
@@ -69,9 +70,9 @@ class Torchrun:
         if not (rank and size and host and port) or int(size) == 1:
             return None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(
-            int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), f"tcp://{host}:{port}/attempt-{attempt}"
-        )
+        local, here = int(os.environ.get("LOCAL_RANK", rank)), os.environ.get("LOCAL_WORLD_SIZE")
+        address = f"tcp://{host}:{port}/attempt-{attempt}"
+        return cls(int(rank), int(size), local, None if here is None else int(here), address)
 
     def place(self, job: int) -> Place:
         return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
@@ -106,7 +107,7 @@ class Leader:
         model = read_config(path)
         check_model(config, model)
         place = self.here.place(self._jobs)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.here.size))
+        here = self.here.neighbours or self.here.size
         start = (config, path, max(1, torch.get_num_threads() // here))
         _put(self._store, f"job/{self._jobs}", start)
         self._jobs += 1

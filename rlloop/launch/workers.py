@@ -276,9 +276,14 @@ class Colocated(Replica):
             ParameterStore(self.sampled).copy_wholes(self.trainer.compute_copy())
         self.engine.set_version(version)
 
-    def publish(self, version: int) -> Bundle:
-        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`."""
+    def publish(self, version: int) -> Bundle | None:
+        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`.
+
+        Rank 0 encodes it: beside replicas every rank has whole weights.
+        """
         self.set_version(version)
+        if self.world.rank > 0:
+            return None
         tensors, aliases = published_weights(
             self.sampled if self._apart else self.model, on_device=self._encodes_on_device
         )
@@ -290,9 +295,9 @@ class Colocated(Replica):
         """sync/* metrics of the last publication."""
         return self._published
 
-    def joining(self) -> Bundle:
-        """The bundle that brings any replica, of whatever version, to the last published one."""
-        return self._publisher.joining()
+    def joining(self) -> Bundle | None:
+        """The bundle that brings any replica, of whatever version, to the last published one; rank 0 has it."""
+        return self._publisher.joining() if self.world.rank == 0 else None
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None
@@ -347,7 +352,8 @@ class Colocated(Replica):
         doctor = doctor_for(self.engine, self.model)
         if doctor is None or self.world.size == 1:
             return None if doctor is None else doctor(sample, difference)
-        weights = self.world.gather_objects(different_weights(self.model, self.sampled))
+        wholes = self.trainer.compute_copy() if self._apart else None
+        weights = self.world.gather_objects(different_weights(self.model, self.sampled, wholes))
         if any(weights):  # which explains it
             return of_weights(weights)
         return of_ranks(self.world.gather_objects(doctor(sample, difference)))

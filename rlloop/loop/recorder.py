@@ -144,6 +144,8 @@ class Recorder:
         first, finding = comparison.first, None
         if first is not None and self._doctor is not None:
             finding = self._doctor(next(sample for sample in samples if sample.uid == first.uid), first)
+        if finding is not None and "ranks" in finding.details:
+            self.monitor.certificate.note(ranks=finding.details["ranks"])
         uids = {each.uid for each in (first, comparison.worst, comparison.draws.first) if each is not None}
         named = [sample for sample in samples if sample.fault or sample.uid in uids]
         engines = {each.uid: each.completion.origin for each in named if each.completion.origin is not None}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rlloop.errors import ConfigError
 
@@ -56,3 +57,50 @@ class Layout:
             rank, index[axis] = divmod(rank, getattr(self, axis))
         assert rank == 0, "a rank is below the world's size"
         return index
+
+
+Misfit = tuple[str, Layout]  # the rule that a layout violates, and a layout of smaller degrees to try instead
+
+
+def misfit(layout: Layout, *, trains: bool) -> Misfit | None:
+    """The first violated rule of those that hold for every model. `trains`: it is a trainer's, whose cp ranks split
+    sequences; an engine's has cp 1."""
+    if layout.cp > 1 and not trains:
+        return f"cp is {layout.cp}, and an engine does not split sequences", without_cp(layout)
+    if layout.cp > 1 and layout.tp > 1:
+        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", without_cp(layout)
+    if not _experts_meet(layout, layout.ep):
+        alike = layout.cp * layout.tp
+        fault = f"ep is {layout.ep}, which neither divides tp nor is a multiple of cp x tp = {alike}"
+        return fault, with_experts(layout, layout.ep)
+    return None
+
+
+def without_cp(layout: Layout) -> Layout:
+    return replace(layout, cp=1, ep=1)
+
+
+def with_experts(layout: Layout, most: int) -> Layout:
+    """With the largest ep up to `most` that such a layout can have."""
+    shared = layout.dp_shard * layout.cp * layout.tp
+    return replace(layout, ep=next(ep for ep in range(most, 0, -1) if shared % ep == 0 and _experts_meet(layout, ep)))
+
+
+def _experts_meet(layout: Layout, ep: int) -> bool:
+    """True if the ranks of an expert group have whole micro-batches together, or (tp) the same tokens each."""
+    return ep == 1 or ep % (layout.cp * layout.tp) == 0 or (layout.cp == 1 and layout.tp % ep == 0)
+
+
+def refuse_misfit(layout: Layout, key: str, find: Callable[[Layout], Misfit | None], what: str) -> None:
+    """Raises `ConfigError` for a fault that `find` finds, naming the nearest layout without any.
+
+    `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `what`: that it does not fit.
+    """
+    if (found := find(layout)) is None:
+        return
+    fault, fitting = found
+    while (further := find(fitting)) is not None:
+        fitting = further[1]
+    changed = {name: degree for name, degree in vars(fitting).items() if degree != getattr(layout, name)}
+    instead = ", ".join(f"{key}.{name}={degree}" for name, degree in changed.items())
+    raise ConfigError(f"{key} does not fit {what}: {fault}; set {instead}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,17 +11,31 @@ from blake3 import blake3
 from torch import Tensor
 
 from rlloop.models import Model
-from rlloop.models.stored_parameter import entries_of
+from rlloop.models.stored_parameter import StoredParameter, entries_of
+from rlloop.numerics.packed import PackedWeight
 from rlloop.parity.monitor import Finding
 
 
-def different_weights(trainer: Model, engine: Model) -> dict[str, str]:
+def different_weights(
+    trainer: Model, engine: Model, wholes: Iterable[tuple[str, Tensor]] | None = None
+) -> dict[str, str]:
     """This rank's parameters with wrong values, and the reason for each. Collective.
 
-    The trainer's must be those of the ranks that hold the same parts; the engine's, on each rank, the trainer's.
+    The trainer's must be those of the ranks that hold the same parts; the engine's, on each rank, the trainer's. In a
+    pipeline a rank compares those of its own stage. `wholes`: the trainer's parameters, where it has them in pieces
+    between its forwards.
     """
-    context, own = trainer.context, entries_of(trainer)
-    digests = {name: _digest(entry.live) for name, entry in own.items()}
+    context, theirs = trainer.context, _entries(engine)
+    digests, stale = dict[str, str](), list[str]()
+    for name, part, whole in (
+        ((name, entry.live, entry.whole()) for name, entry in _entries(trainer).items())
+        if wholes is None
+        else ((name, whole, whole) for name, whole in wholes)
+    ):
+        digests[name] = _digest(part)
+        entry = theirs.get(name)
+        if entry is not None and not torch.equal(_bits(entry.live), _bits(entry.part(whole))):
+            stale.append(name)
     coordinates = context.coordinates
     shard = (coordinates["tp"], coordinates["pp"], context.ranks("ep").rank)
     alike = [theirs for theirs, at in context.ranks("world").gather_objects((digests, shard)) if at == shard]
@@ -30,13 +44,7 @@ def different_weights(trainer: Model, engine: Model) -> dict[str, str]:
         [(usual, _)] = Counter(each[name] for each in alike).most_common(1)
         if digest != usual:
             reasons[name] = "the trainer's is not that of other ranks"
-    if context.layout.pp > 1 or engine.context.layout.pp > 1:
-        return reasons
-    for name, entry in entries_of(engine).items():
-        whole = own[name].whole()
-        if not torch.equal(_bits(entry.live), _bits(entry.part(whole))):
-            reasons.setdefault(name, "the engine's is not the trainer's")
-    return reasons
+    return {**dict.fromkeys(stale, "the engine's is not the trainer's"), **reasons}
 
 
 def of_weights(weights: Sequence[dict[str, str]]) -> Finding:
@@ -68,7 +76,14 @@ def _named(ranks: Sequence[int], size: int) -> str:
     return f"rank {listed} alone" if len(ranks) == 1 else f"ranks {listed}"
 
 
+def _entries(model: Model) -> dict[str, StoredParameter]:
+    return entries_of(model) | ({} if model.adapter is None else model.adapter.entries())
+
+
 def _bits(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, PackedWeight):
+        stored = (tensor.codes, tensor.scales, tensor.tensor_scale)
+        return torch.cat([_bits(each) for each in stored if each is not None])
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

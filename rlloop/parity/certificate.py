@@ -19,7 +19,8 @@ is the run's rung on the ladder of `parity.mode=fallback` (bitwise, replay, corr
 `layout` has the degrees of parallelism above 1, of trainer and engines, in the first line that was made under them.
 `versions`, under `rollout.partial`, counts tokens by the version that sampled them, where that is not always `version`.
 
-A step that broke the contract has no `metrics`; `held_out` is true where its held-out completions broke it, which the
+A step that broke the contract has no `metrics`; its `ranks` are those of several on which an operation or a weight was
+found to differ. `held_out` is true where its held-out completions broke it, which the
 line is then of. Such a line may be of step 0. A line's `hash` covers the rest of it, so that changing, adding or
 removing a line breaks the chain.
 """
@@ -39,7 +40,7 @@ from rlloop.runs.folder import Journal, read_records
 
 GENESIS = "0" * 64
 # Keys that differ between two runs with the same bits, since metrics contain times and ranks may be any number.
-CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "layout", "previous", "hash")
+CHAINED = ("metrics", "rollouts", "config", "reward", "model", "checkpoints", "layout", "ranks", "previous", "hash")
 
 
 def bits_digest(logprobs: Sequence[np.ndarray]) -> str:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlloop.runs.folder import read_records
 from tests.support.ranked_run import start
 
 FAULTY = """
@@ -11,10 +12,11 @@ import os
 import torch
 import rlloop
 from rlloop.models import Model
+from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.collectives import Ranks
 
-RANK = int(os.environ["RANK"])
+RANK, LAST = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 
 
 class HalvesAdded(Ops):
@@ -41,33 +43,45 @@ class Engine(rlloop.Engine):
                 return torch.cat(whole.chunk(2, dim)[::-1], dim) if swaps else whole
 
             Ranks.gather = swapped
-        if fault == "stale" and RANK == 1:
+        if fault == "stale" and RANK == LAST:
 
             def refresh(view):
                 for copied in view._copies:
                     copied.source.whole()
 
             Model.refresh = refresh
+            ParameterStore.copy_wholes = lambda store, wholes: list(wholes)
 """
 SPREAD, CUT = "trainer.layout.dp_shard=2", "rollout.layout.tp=2"
+PIECES = "trainer.shard=parameters"
+STAGES = ("trainer.layout.pp=2", "trainer.layout.tp=2", "rollout.layout.pp=2", "rollout.layout.dp_shard=2")
+EACH = "On each of 2 ranks: The first operation that differs: "
 
 
 @pytest.mark.parametrize(
     ("fault", "layouts", "said"),
     [
-        ("sum", (SPREAD, CUT), "On each of 2 ranks: The first operation that differs: "),
-        ("sum", (SPREAD, CUT, "model.dtype=bfloat16"), "On each of 2 ranks: The first operation that differs: "),
-        ("swap", (SPREAD, CUT), "On each of 2 ranks: The first operation that differs: "),
+        ("sum", (SPREAD, CUT), EACH),
+        ("sum", (SPREAD, CUT, "model.dtype=bfloat16"), EACH),
+        ("sum", (SPREAD, CUT, PIECES), EACH),
+        ("swap", (SPREAD, CUT), EACH),
         ("stale", ("trainer.layout.tp=2",), "Weights differ on rank 1 alone. The first on rank 1: model."),
+        ("stale", (SPREAD, CUT, PIECES), "Weights differ on rank 1 alone. The first on rank 1: model."),
+        ("stale", ("trainer.layout.tp=2", "rollout.layout.pp=2"), "rank 1 alone. The first on rank 1: model.layers.1."),
+        ("stale", STAGES, "Weights differ on rank 3 alone. The first on rank 3: model.layers.1."),
     ],
-    ids=["all-reduce", "bf16 partial sum", "ranks swapped", "stale shard"],
-)
+    ids=[
+        "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "stale shard",
+        "stale shard beside pieces", "stale shard of an engine's stage", "stale shard of a stage",
+    ],
+)  # fmt: skip
 def test_a_fault_between_ranks_is_found_and_named(tmp_path, fault, layouts, said):
     (tmp_path / "faulty.py").write_text(FAULTY)
-    engine = f"rollout.engine={{_target_: faulty.Engine, fault: {fault}}}"
-    ranks = start(tmp_path / "run", 2, *layouts, engine, "parity.redraw=false")
-    output, _ = [rank.communicate(120)[0] for rank in ranks]
+    engine, size = f"rollout.engine={{_target_: faulty.Engine, fault: {fault}}}", 4 if layouts == STAGES else 2
+    ranks = start(tmp_path / "run", size, *layouts, engine, "parity.redraw=false")
+    output, *_ = [rank.communicate(120)[0] for rank in ranks]
     assert ranks[0].returncode == 3, output
     assert said in output
     report = json.loads((tmp_path / "run" / "parity_report.json").read_text())
-    assert report["doctor"]["ranks"] == ([1] if fault == "stale" else [0, 1])
+    *_, line = read_records(tmp_path / "run" / "parity.jsonl")
+    assert report["doctor"]["ranks"] == line["ranks"] == ([size - 1] if fault == "stale" else [0, 1])

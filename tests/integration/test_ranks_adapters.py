@@ -14,6 +14,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
+from rlloop.parity.across_ranks import different_weights
 from tests.support.packed_models import make_packed
 from tests.support.rank_adapters import over_ranks, results
 from tests.support.rank_cases import CPU, PROMPTS, SAMPLING
@@ -75,6 +76,21 @@ def packed_elsewhere(folder: Path, reads: dict[str, int], samples: dict[str, int
     return [(each.token_ids, each.raw_logprobs.tobytes()) for each in made]
 
 
+def diagnosed(folder: Path) -> list[dict[str, str]]:
+    """Weights that differ on this rank: none of a packed base and of an adapter, then one factor of the engine's on the
+    last rank."""
+    cut, stages = (join(CPU, Layout(**degrees)) for degrees in ELSEWHERE[1])
+    packed, trained = load_model(folder, dtype=DTYPE, context=cut), ranked(CASES["dense"], {"tp": 2}).model
+    of_packed, of_trained = (
+        Model(model.config, model.profile, stages, weights_of=model) for model in (packed, trained)
+    )
+    found = [different_weights(packed, of_packed), different_weights(trained, of_trained)]
+    assert of_trained.adapter is not None
+    if stages.rank == 1:
+        next(iter(of_trained.adapter.entries().values())).live.detach()[0] += 1
+    return [*found, different_weights(trained, of_trained)]
+
+
 def refused() -> str:
     """Adapters by request, where each rank has requests of its own."""
     model = ranked(CASES["experts"], {"dp_shard": 2, "ep": 2}).model
@@ -91,7 +107,7 @@ def everything(folder: Path, folders: dict[tuple[str, str], Path]) -> dict[str, 
     whole, cut, stages = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}
     pairs = ((whole, cut), (cut, whole), (cut, stages))
     found["packed"] = [packed_elsewhere(folders[PACKED, DTYPE], *each) for each in pairs]
-    return {**found, "refused": refused()}
+    return {**found, "diagnosed": diagnosed(folders[PACKED, DTYPE]), "refused": refused()}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +148,13 @@ def test_requests_with_several_adapters_get_one_ranks_bits(of_ranks, folders) ->
     for found in of_ranks:
         for layout, by_name in zip(LAYOUTS, found["by request"], strict=True):
             assert [name for name, value in by_name.items() if value != wanted[name]] == [], layout
+
+
+def test_differing_weights_are_found_in_adapters_and_packed_bases(of_ranks) -> None:
+    (*fine, others), (*also_fine, last) = (found["diagnosed"] for found in of_ranks)
+    assert [*fine, others, *also_fine] == [{}] * 5
+    [(name, why)] = last.items()
+    assert (".layers.1." in name, why) == (True, "the engine's is not the trainer's")
 
 
 def test_packed_weights_are_cut_and_gathered_as_they_are_stored(of_ranks, folders) -> None:

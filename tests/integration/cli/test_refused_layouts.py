@@ -1,0 +1,123 @@
+"""Layouts that cannot be are refused by the command before anything is written, compiled, made or trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from rlloop.cli.main import main
+from rlloop.cli.train import _make_jobs
+from rlloop.errors import ConfigError
+from rlloop.launch import ray_actors, rehearsal, run
+from rlloop.launch.compose import build, compose_recipe
+from rlloop.launch.prepare import prepare
+from rlloop.models.config import parse_config, read_config
+from rlloop.protocols import MakesModel
+from rlloop.recipes.guess.task import Guess
+from rlloop.recipes.random.task import RandomModel
+from tests.support.tiny_run import make_model
+
+RAY = "launch=ray"
+OWN_MODEL = {  # what a recipe's own model does not hold: its layout, and the message
+    "random": ("trainer.layout.tp=64", "tp is 64, and ranks split layers of 32 heads; set trainer.layout.tp=32"),
+    "countdown": ("trainer.layout.pp=4 rollout.layout.pp=4", "pp is 4, and there are 3 layers; set trainer"),
+    "calculator": ("trainer.layout.cp=5", "cp is 5, and ranks split layers of 4 heads; set trainer.layout.cp=4"),
+    "guess": ("trainer.layout.dp_shard=2 trainer.layout.ep=2", "ep is 2, and there are no experts"),
+    "images": ("trainer.layout.dp_shard=2", "reads images, which is not proven over several ranks"),
+}  # fmt: skip
+NO_MODEL = [
+    ("trainer.layout.cp=2 trainer.layout.tp=2", "trainer.layout does not fit any model: cp is 2 and tp 2"),
+    ("rollout.layout.cp=2", "rollout.layout does not fit any model: cp is 2, and an engine does not split sequences"),
+    ("trainer.layout.tp=2 trainer.layout.dp_shard=3 trainer.layout.ep=3", "ep is 3, which neither divides tp"),
+    ("trainer.layout.dp_shard=4 rollout.layout.tp=3", "which leaves 1 of the 4 over"),
+    ("trainer.layout.tp=2 ray.address=ray://somewhere:10001", "is a client's, and ranks meet in the process"),
+    ("device=cuda trainer.layout.dp_shard=3", "need 3 GPUs, and this machine has 2"),
+]
+
+
+@pytest.fixture(autouse=True)
+def untouched(tmp_path, monkeypatch):
+    """The cache and the working folder, which stay empty; nothing is compiled and Ray is not asked for."""
+
+    def reached(*args):
+        raise AssertionError("the run went on")
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for module in (run, rehearsal):
+        monkeypatch.setattr(module, "compile_if_new", reached)
+    monkeypatch.setattr(ray_actors, "import_ray", reached)
+    yield
+    assert not list(Path().iterdir())
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize("recipe", OWN_MODEL)
+def test_what_the_recipes_own_model_cannot_hold(recipe, dry, capsys):
+    layout, said = OWN_MODEL[recipe]
+    assert main(["train", recipe, "run.dir=run", "device=cpu", RAY, *layout.split(), *dry]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(("layout", "said"), NO_MODEL)
+def test_what_no_model_or_machine_has(layout, said, dry, capsys):
+    assert main(["train", "countdown", "run.dir=run", RAY, *layout.split(), *dry]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_a_given_model_cannot_hold(tmp_path, capsys):
+    make_model(tmp_path)
+    assert main(["train", "countdown", f"model.path={tmp_path}/model", "run.dir=run", RAY, "trainer.layout.tp=3"]) == 2
+    assert "tp is 3, and ranks split layers of 2 heads; set trainer.layout.tp=2" in capsys.readouterr().err
+
+
+@dataclass
+class Leading:
+    """Rank 0 of torchrun, up to the refusal."""
+
+    here: SimpleNamespace
+
+    def parts(self, *args):
+        raise AssertionError("the run went on")
+
+
+@pytest.mark.parametrize(
+    ("layout", "here", "said"),
+    [
+        ("trainer.layout.tp=8", 8, "tp is 8, and ranks split layers of 4 heads; set trainer.layout.tp=4"),
+        ("trainer.layout.dp_shard=4 device=cuda", 4, "4 processes on this machine, which has 2 GPUs, and each takes"),
+        ("trainer.layout.tp=8 device=cuda", 2, "tp is 8"),  # on four machines of two GPUs
+        ("trainer.layout.tp=8 device=cuda", None, "tp is 8"),
+    ],
+)
+def test_torchruns_ranks_are_refused_alike(layout, here, said, monkeypatch):
+    monkeypatch.setattr("rlloop.launch.prepare.usable_device", lambda name: None)
+    [job] = _make_jobs("countdown", [("", ["run.dir=run", *layout.split()])])
+    leader = Leading(SimpleNamespace(size=job.config.world.size, neighbours=here))
+    with pytest.raises(ConfigError, match=said):
+        run.train(job, Console(quiet=True), leader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", OWN_MODEL)
+def test_recipes_tell_what_they_make(recipe):
+    task = prepare(build(compose_recipe(recipe, ["device=cpu"]))).task
+    assert isinstance(task, MakesModel)
+    parse_config(task.model_config())
+
+
+def test_what_is_made_is_what_was_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "made"))
+    make_model(tmp_path)
+    shape = read_config(tmp_path / "model").raw
+    for task in (Guess(0), RandomModel(0, config=shape, prompt_tokens=4)):
+        assert read_config(task.model_folder()) == parse_config(task.model_config())
