@@ -18,12 +18,14 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TRAINED = {  # by number of ranks: a case, and layouts
-    2: {"dense bfloat16": [{"pp": 2}], "experts bfloat16": [{"pp": 2}]},
-    3: {"experts bfloat16": [{"dp_shard": 3, "ep": 3}]},
+    2: {"dense bfloat16": [{"pp": 2}], "experts bfloat16": [{"pp": 2}], "delta": [{"pp": 2}],
+        "mamba": [{"pp": 2}, {"dp_shard": 2, "ep": 2, "layers": 1}]},
+    3: {"experts bfloat16": [{"dp_shard": 3, "ep": 3}], "delta": [{"dp_shard": 3, "ep": 3}]},
     4: {
         "dense bfloat16": [{"pp": 2, "dp_shard": 2}],
         "experts bfloat16": [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
                              {"pp": 2, "dp_shard": 2, "ep": 2}],
+        "mamba": [{"pp": 2, "dp_shard": 2, "ep": 2}],
     },
 }  # fmt: skip
 SAMPLED = {2: [{"pp": 2}], 4: [{"pp": 2, "tp": 2}, {"tp": 4, "ep": 4}]}
