@@ -188,8 +188,8 @@ class Rank:
         device = usable_device(config.device)
         if place.size > 1:
             device = place.device(device.type)
+            self.process.enter_context(reported(meet(place.address), place.rank))  # also while others are waited for
             self.process.enter_context(process_group(device, place.address, place.rank, place.size))
-            self.process.enter_context(reported(meet(place.address), place.rank))
         self.context = join(device, layout)
         self.engine_context = join(device, engine)
         self.world = self.context.ranks("world")

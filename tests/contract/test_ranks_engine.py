@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rlloop import Engine, SamplingParams
@@ -41,6 +42,13 @@ MIXTURE = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
+LATENT = {
+    **MIXTURE, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 6,
+    "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+    "q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+for name in ("num_experts", "head_dim", "decoder_sparse_step", "mlp_only_layers"):
+    del LATENT[name]
 LOADS = {"idle": (6, 0), "full": (5, 5), "ragged": (1, 9), "nothing": (0, 0)}  # requests of each rank along dp_shard
 
 
@@ -49,31 +57,32 @@ def traffic(rank: int, count: int) -> tuple[list[list[int]], list[SamplingParams
     return prompts, [SamplingParams(max_tokens=3 + i, seed=i, temperature=1.0 - 0.1 * (i % 3)) for i in range(count)]
 
 
-def attended_apart() -> list[dict[str, Any]]:
+def attended_apart(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Two ranks' requests around one set of experts, also where each of the two is a pair of tensor-parallel ranks."""
     results = []
     for layout in (Layout(dp_shard=2, ep=2), Layout(dp_shard=2, tp=2, ep=4)):
         context = join(CPU, layout)
         rank = context.coordinates["dp_shard"]
-        engine, found = Engine(new_model(MIXTURE, seed=0, context=context), page_size=8, max_batch_tokens=16), {}
+        engine, found = Engine(model(context, config), page_size=8, max_batch_tokens=16), {}
         for load, counts in LOADS.items():
             found[load] = seen(engine.generate(*traffic(rank, counts[rank])))
         results.append({"rank": rank, **found})
-    return results + [known_sizes(tp) for tp in (2, 4)]
+    return results + [known_sizes(config, tp) for tp in (2, 4)]
 
 
-def known_sizes(tp: int) -> dict[str, Any]:
+def known_sizes(config: dict[str, Any], tp: int) -> dict[str, Any]:
     """Hidden states of tokens that no host has counted, as in CUDA graphs, and of the same tokens counted."""
-    policy = new_model(MIXTURE, seed=0, context=join(CPU, Layout(tp=tp)))
+    policy = model(join(CPU, Layout(tp=tp)), config)
     ids, positions = torch.arange(3, 10), torch.arange(7)
     with torch.no_grad():
         hidden = [policy.hidden(ids, positions, AttentionLayout.of_sequences([7]), even=even) for even in (False, True)]
     return {"equal": torch.equal(*hidden)}
 
 
-def test_a_ranks_requests_never_change_anothers_bits() -> None:
-    engine = Engine(new_model(MIXTURE, seed=0), page_size=8)
-    for of_rank in run_ranks(4, attended_apart):
+@pytest.mark.parametrize("config", [MIXTURE, LATENT], ids=["heads", "latents"])
+def test_a_ranks_requests_never_change_anothers_bits(config: dict[str, Any]) -> None:
+    engine = Engine(model(config=config), page_size=8)
+    for of_rank in run_ranks(4, attended_apart, config):
         assert [found.pop("equal") for found in of_rank[2:]] == [True, True]
         for found in of_rank[:2]:
             for load, counts in LOADS.items():
@@ -157,3 +166,17 @@ def test_stages_of_an_engine_read_weights_that_a_trainers_ranks_divide() -> None
     alone = [one_rank(config) for config in (CONFIG, MIXTURE) for _ in range(2)]
     for found in run_ranks(2, stages):
         assert found == alone
+
+
+def samples(tp: int) -> list[Any]:
+    """Of models with few key-value heads, with an expert for all ranks but one, and with latents."""
+    made = []
+    for config in (CONFIG, MIXTURE, LATENT):
+        engine = Engine(model(join(CPU, Layout(tp=tp)), config), page_size=8, max_batch_tokens=16)
+        made.append(seen(engine.generate(PROMPTS, SAMPLING)))
+    return made
+
+
+def test_six_ranks_with_a_head_each_draw_one_ranks_tokens() -> None:
+    alone = run_ranks(1, samples, 1)
+    assert run_ranks(6, samples, 6) == 6 * alone

@@ -97,11 +97,13 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
 
 
 def test_a_rank_that_never_came_is_named(tmp_path):
-    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "ray.rank_timeout=5")
-    os.kill(ranks[1].pid, signal.SIGKILL)
+    """Rank 1 waits for it."""
+    ranks = start(tmp_path / "run", 3, "trainer.layout.dp_shard=3", "ray.rank_timeout=8")
+    os.kill(ranks[2].pid, signal.SIGKILL)
     output, codes = ended(ranks)
     assert codes[0] == 1, output
-    assert "rlloop: rank 1 of 2: no report within 5 s: not started, or ended at once. Of all ranks: rank 0 " in output
+    assert "rlloop: rank 2 of 3: no report within 8 s: not started, or ended at once. Of all ranks: rank 0 " in output
+    assert output.count("has not reported") == 1, output
 
 
 def test_a_rank_that_died_before_its_first_report_is_named(tmp_path):

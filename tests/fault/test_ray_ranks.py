@@ -1,17 +1,22 @@
 """launch=ray on several ranks: an actor for each, and a run that goes on by itself when one of them dies."""
 
 import os
+import re
 import signal
 import uuid
 
 import pytest
 
 from tests.support.ranked_run import SMALL, finish, same, start
-from tests.support.ray_processes import ray_processes
+from tests.support.ray_processes import parent, ray_processes
 from tests.support.tiny_run import held, steps, train
 from tests.support.waiting import until
 
 pytest.importorskip("ray")
+
+
+def ranks_of(owner: str) -> list[int]:
+    return sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)
 
 
 def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path):
@@ -20,7 +25,7 @@ def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_el
     with held(run, 4):
         process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
         until(lambda: steps(run) == 4, process)
-        ranks = sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)
+        ranks = ranks_of(owner)
         assert len(ranks) == 3
         os.kill(ranks[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=240)
@@ -28,6 +33,46 @@ def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_el
     assert " of 3: " in output
     assert "The run goes on from its last checkpoint with 2 ranks" in output
     assert not ray_processes(owner), "processes were left behind"
+    finish(start(tmp_path / "whole", 1))
+    same(run, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path):
+    """After `ray.rank_timeout`, within which Ray's processes must have started."""
+    owner, run = uuid.uuid4().hex, tmp_path / "run"
+    with held(run, 3):
+        overrides = ("launch=ray", "trainer.layout.dp_shard=2", "ray.rank_timeout=25")
+        process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+        until(lambda: steps(run) == 3, process)
+        os.kill(ranks_of(owner)[1], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    named = re.search(r"rlloop: rank ([01]) of 2: no progress for 25 s\. Of all ranks: (.*)", output)
+    assert named, output
+    silent = [state for state in named[2].split("; ") if "reports no more" in state]
+    assert [state.partition(" (")[0].split()[1] for state in silent] == [named[1]], output
+    assert not ray_processes(owner), "processes were left behind"
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_make_one_ranks_run(tmp_path, monkeypatch):
+    """Each node has room for one of the two."""
+    from ray.cluster_utils import Cluster
+
+    owner, run = uuid.uuid4().hex, tmp_path / "run"
+    monkeypatch.setenv("RLLOOP_TEST_RUN", owner)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        nodes.add_node(num_cpus=1)
+        with held(run, 3):
+            process = train(run, SMALL, "launch=ray", f"ray.address={nodes.address}", "trainer.layout.dp_shard=2")
+            until(lambda: steps(run) == 3, process)
+            assert len({parent(rank) for rank in ranks_of(owner)}) == 2, "they are children of two nodes' raylets"
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    finally:
+        nodes.shutdown()
     finish(start(tmp_path / "whole", 1))
     same(run, tmp_path / "whole")
 

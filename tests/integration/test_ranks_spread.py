@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlloop import Engine, SamplingParams, load_model
 from rlloop.parallel.context import join
@@ -18,13 +19,20 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TRAINED = {  # by number of ranks: a case, and layouts
-    2: {"dense bfloat16": [{"pp": 2}], "experts bfloat16": [{"pp": 2}]},
-    3: {"experts bfloat16": [{"dp_shard": 3, "ep": 3}]},
+    2: {"dense bfloat16": [{"pp": 2}], "experts bfloat16": [{"pp": 2}], "delta": [{"pp": 2}],
+        "mamba": [{"pp": 2}, {"dp_shard": 2, "ep": 2, "layers": 1}]},
+    3: {"experts bfloat16": [{"dp_shard": 3, "ep": 3}], "delta": [{"dp_shard": 3, "ep": 3}]},
     4: {
         "dense bfloat16": [{"pp": 2, "dp_shard": 2}],
         "experts bfloat16": [{"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
                              {"pp": 2, "dp_shard": 2, "ep": 2}],
+        "mamba": [{"pp": 2, "dp_shard": 2, "ep": 2}],
     },
+}  # fmt: skip
+LONG = {
+    2: {"dense bfloat16": [{"dp_shard": 2}, {"pp": 2}],
+        "experts bfloat16": [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}]},
+    3: {"dense bfloat16": [{"dp_shard": 3}], "experts bfloat16": [{"dp_shard": 3}]},
 }  # fmt: skip
 SAMPLED = {2: [{"pp": 2}], 4: [{"pp": 2, "tp": 2}, {"tp": 4, "ep": 4}]}
 FAMILIES = ("qwen3_moe", "nemotron_h")
@@ -32,23 +40,35 @@ PROMPTS = [[5, 7, 9, 11], [4, 6], [8] * 9]
 SAMPLING = [SamplingParams(max_tokens=6, seed=seed, temperature=0.7 + 0.3 * seed) for seed in range(3)]
 
 
-def trained(folder: Path, case: str, layout: dict[str, int]) -> tuple[str, dict[str, str]]:
+def trained(folder: Path, case: str, layout: dict[str, int], steps: int = 3) -> tuple[str, dict[str, str]]:
     """Digests of what a few updates report, and of what is saved then."""
     trainer = ranked(CASES[case], layout)
-    reported = digests_of(go(trainer, CASES[case], range(3)))
+    reported = digests_of(go(trainer, CASES[case], range(steps)))
     return reported, save(trainer, folder / f"{case} {layout}")
 
 
-def all_trained(folder: Path, size: int) -> list[Any]:
-    return [trained(folder, case, layout) for case, layouts in TRAINED[size].items() for layout in layouts]
+def all_trained(folder: Path, cases: dict[str, list[dict[str, int]]], steps: int = 3) -> list[Any]:
+    return [trained(folder, case, layout, steps) for case, layouts in cases.items() for layout in layouts]
 
 
 @pytest.mark.parametrize("size", TRAINED)
 def test_updates_over_ranks_have_the_bytes_of_one(tmp_path: Path, size: int) -> None:
     alone = {case: trained(tmp_path, case, {}) for case in TRAINED[size]}
     wanted = [alone[case] for case, layouts in TRAINED[size].items() for _ in layouts]
-    for found in run_ranks(size, all_trained, tmp_path, size):
+    for found in run_ranks(size, all_trained, tmp_path, TRAINED[size]):
         assert found == wanted
+
+
+@pytest.mark.slow
+def test_twenty_updates_over_ranks_have_the_bytes_of_one(tmp_path: Path) -> None:
+    alone = {case: trained(tmp_path, case, {}, steps=20) for case in LONG[2]}
+    for case in alone:
+        weights = load_file(tmp_path / f"{case} {{}}" / "model.safetensors").values()
+        assert all(weight.isfinite().all() for weight in weights)
+    for size, cases in LONG.items():
+        wanted = [alone[case] for case, layouts in cases.items() for _ in layouts]
+        for found in run_ranks(size, all_trained, tmp_path, cases, 20):
+            assert found == wanted, f"{size} ranks"
 
 
 def sampled(folders: list[Path], layouts: list[dict[str, int]]) -> list[list[Any]]:

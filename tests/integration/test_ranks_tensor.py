@@ -17,8 +17,10 @@ CASES = (
     "experts bfloat16",
     "indexer",
     "shared prompts",
+    "delta",
+    "mamba",
 )  # of 2 query heads, 1 key-value head
-EXPERTS = ("experts bfloat16", "indexer")
+EXPERTS = ("experts bfloat16", "indexer", "delta", "mamba")
 LAYOUTS = [  # each with cases that it can do otherwise than the ones before it
     ({"tp": 2}, CASES),
     ({"tp": 2, "dp_shard": 2}, ("untied", "indexer")),

@@ -39,6 +39,18 @@ INDEXED = {  # whose indexer has no gradient
     **MIXTURE, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "q_lora_rank": 12,
     "index_topk": 6, "index_head_dim": 16, "index_n_heads": 4,
 }  # fmt: skip
+DELTA = {  # a gated delta network below attention
+    **DENSE, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10, "num_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10,
+}  # fmt: skip
+MAMBA = {  # Mamba-2 in each half of the layers
+    **DENSE, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "tie_word_embeddings": False,
+    "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention"],
+    "mamba_num_heads": 4, "mamba_head_dim": 10, "n_groups": 2, "ssm_state_size": 6, "n_routed_experts": 5,
+    "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 10, "moe_latent_size": 16,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +83,8 @@ CASES = {
         MIXTURE, "bfloat16", {"balance_coef": 0.1, "expert_bias_rate": 0.01, "checkpoint_layers": "all"}
     ),
     "indexer": Case(INDEXED, "bfloat16", {"weight_decay": 0.1}),
+    "delta": Case(DELTA, "bfloat16", {"balance_coef": 0.1}),
+    "mamba": Case(MAMBA, "bfloat16", {"expert_bias_rate": 0.01, "checkpoint_layers": "all"}),
     "fp8": Case(DENSE, "bfloat16", quantize="fp8"),
     "shared prompts": Case(
         {**DENSE, "max_position_embeddings": 128},

@@ -16,3 +16,7 @@ def ray_processes(owner: str) -> dict[int, str]:
             if f"RLLOOP_TEST_RUN={owner}\0".encode() in environment and "ray" in command:
                 found[int(entry.name)] = command
     return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -140,9 +140,10 @@ def _multiply_groups(
         chosen = np.flatnonzero(used) if used.any() else np.zeros(1, np.int64)
         weight = torch.stack([weight.matrix(int(group)).dequantised() for group in chosen])
         offsets = np.append(offsets[chosen], offsets[-1])
-    weight, columns = _whole_matrices(weight), weight.shape[1 if by_row else 2]
-    out, width, counts = rows.new_empty(len(rows), columns), rows.shape[1], np.diff(offsets)
-    if out.numel():
+    columns, width, counts = weight.shape[1 if by_row else 2], rows.shape[1], np.diff(offsets)
+    out = rows.new_empty(len(rows), columns)
+    if out.numel():  # then there are groups
+        weight = _whole_matrices(weight)
         kind = kind_of(rows, weight, width)
         first_task, tiles, chunk = grouped.plan(counts, columns, kind, True)
         grouped.grouped_product(
