@@ -353,5 +353,5 @@ def _check_outside(model_input: ModelInput, given: int | None, config: ModelConf
                 change = ""
             raise ConfigError(
                 f"token {token} at index {begin + outside.index(token)} of a prompt is {config.architecture}'s "
-                f"placeholder {name}, and no image stands there; {change}leave the token out"
+                f"placeholder {name}, and no image stands there; {change}leave it out"
             )

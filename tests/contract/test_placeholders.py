@@ -54,7 +54,7 @@ REFUSED = {
     "before": (seen(before=[PAD]), "token 91 at index 0 "),
     "between": (prompt_with(image(2, 2), [PAD, 9], image(2, 2)), "token 91 at index 3 "),
     "after": (seen(after=[7, PAD]), "token 91 at index 10 "),
-    "video": (seen(after=[VIDEO]), "token 93 at index 9 .* video_token_id, and no image stands there; leave the token out"),
+    "video": (seen(after=[VIDEO]), "token 93 at index 9 .* video_token_id, and no image stands there; leave it out"),
 }
 
 
