@@ -1,6 +1,7 @@
 """A run on several ranks ends with the bytes of one rank's, whatever happens to its ranks on the way."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import pytest
 from rlloop.audit import Extent, verify
 from tests.support.command import Command
 from tests.support.ranked_run import finish, same, start
-from tests.support.tiny_run import held, steps
+from tests.support.tiny_run import held, make_model, steps
 from tests.support.waiting import until
 
 
@@ -137,18 +138,41 @@ def test_layouts_and_processes_must_agree(tmp_path):
     assert "trainer.layout and rollout.layout have 4 ranks, and torchrun has started 2 processes" in output
 
 
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+KINDS = (  # of layouts, for a model with experts; trainer and engines have the same
+    ({"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}),
+    ({"tp": 2}, {"tp": 2, "dp_shard": 2}),
+    ({"pp": 2}, {"pp": 2, "dp_shard": 2}),
+    ({"dp_shard": 2, "ep": 2}, {"dp_shard": 3, "ep": 3}, {"dp_shard": 2, "tp": 2, "ep": 4}),
+)
+MANY = pytest.mark.skipif(
+    "RLLOOP_MANY_KILLS" not in os.environ, reason="takes fifteen minutes; set RLLOOP_MANY_KILLS=1"
+)
+
+
+def degrees(layout: dict[str, int]) -> list[str]:
+    return [f"{part}.layout.{axis}={degree}" for part in ("trainer", "rollout") for axis, degree in layout.items()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_at_twenty_moments_it_ends_as_if_nothing_had_happened(tmp_path):
-    if not os.environ.get("RLLOOP_MANY_KILLS"):
-        pytest.skip("takes ten minutes; set RLLOOP_MANY_KILLS=1")
-    rng, folder, alone, length = random.Random(18), tmp_path / "run", tmp_path / "alone", "trainer.num_steps=80"
+@pytest.mark.parametrize(
+    ("kills", "length", "later"),  # later: records of steps after which a rank is killed; 0: it may not have begun yet
+    [(4, 24, (1,)), pytest.param(20, 80, (0, 1), marks=MANY)],
+)
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(tmp_path, kills, length, later):
+    rng, folder, alone, length = random.Random(18), tmp_path / "run", tmp_path / "alone", f"trainer.num_steps={length}"
     patience = "ray.rank_timeout=30"  # for a rank that was killed before its first report
+    make_model(tmp_path, **EXPERTS)
     finish(start(alone, 1, length))
-    for kill in range(20):
-        size = rng.choice([2, 3, 4])
-        ranks = start(folder, size, f"trainer.layout.dp_shard={size}", length, patience)
-        records = steps(folder) + rng.choice([0, 1])
+    for kill in range(kills):
+        layout = rng.choice(KINDS[kill % len(KINDS)])
+        size = math.prod(degree for axis, degree in layout.items() if axis != "ep")
+        ranks = start(folder, size, *degrees(layout), length, patience)
+        records = steps(folder) + rng.choice(later)
         until(lambda records=records: steps(folder) >= records, ranks[0])
         time.sleep(rng.uniform(0, 0.6))
         victim = rng.choice(ranks)
@@ -156,6 +180,6 @@ def test_killed_at_twenty_moments_it_ends_as_if_nothing_had_happened(tmp_path):
         os.kill(victim.pid, signal.SIGKILL)
         output, _ = ended(ranks)
         named = ranks.index(victim)
-        assert named == 0 or f"rlloop: rank {named} of {size}: " in output, output
+        assert named == 0 or f"rlloop: rank {named} of {size}: " in output, (layout, output)
     finish(start(folder, 2, "trainer.layout.dp_shard=2", length))
-    same(folder, alone, 80)
+    same(folder, alone, int(length.partition("=")[2]))

@@ -34,7 +34,7 @@ def held():
 def held(folder: Path, records: int) -> Iterator[None]:
     """Within, the run in `folder` waits between sampling and learning once it has exactly so many records of steps,
     that of step 0 among them. Steps are so short that a busy machine may have taken all before a test looks again."""
-    make_model(folder.parent)
+    make_model_once(folder.parent)
     (folder.parent / "learnable.py").write_text(HELD)
     (folder.parent / "hold").write_text(f"{folder.name} {records}")
     yield
@@ -61,8 +61,7 @@ def history(folder: Path) -> list[object]:
 
 def train(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Command:
     """Six steps, a checkpoint after every second; model and reward are made beside the run's folder."""
-    if not (folder.parent / "model").exists():
-        make_model(folder.parent)
+    make_model_once(folder.parent)
     command = ["train", "--config-name", "countdown", f"run.dir={folder}"]
     command += ["model.path=model", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
     command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
@@ -70,7 +69,13 @@ def train(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -
     return Command(*command, cwd=folder.parent, env=env)
 
 
-def make_model(place: Path) -> None:
+def make_model_once(place: Path) -> None:
+    if not (place / "model").exists():
+        make_model(place)
+
+
+def make_model(place: Path, **own: object) -> None:
+    """`own`: what its configuration has besides, or instead."""
     model = new_model(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -85,6 +90,7 @@ def make_model(place: Path) -> None:
             "max_position_embeddings": 64,
             "tie_word_embeddings": True,
             "eos_token_id": 1,
+            **own,
         },
         seed=0,
     )
