@@ -161,7 +161,7 @@ def degrees(layout: dict[str, int]) -> list[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kills", "length", "later"),  # later: records of steps after which a rank is killed; 0: it may not have begun yet
-    [(4, 40, (1,)), pytest.param(20, 80, (0, 1), marks=MANY)],
+    [(4, 24, (1,)), pytest.param(20, 80, (0, 1), marks=MANY)],
 )
 def test_killed_at_random_moments_it_ends_as_if_nothing_had_happened(tmp_path, kills, length, later):
     rng, folder, alone, length = random.Random(18), tmp_path / "run", tmp_path / "alone", f"trainer.num_steps={length}"
