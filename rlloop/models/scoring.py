@@ -391,7 +391,7 @@ def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
         prompt = row.predict[0] if len(row.predict) else len(ids)
-        check_images(as_model_input(ids if row.model_input is None else row.model_input), model.config, prompt)
+        check_images(ids if row.model_input is None else row.model_input, model.config, prompt)
         if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
             raise ConfigError(f"sequence {index} has position {last}; the model has {limit} positions, from 0 on")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()

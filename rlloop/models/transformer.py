@@ -365,7 +365,8 @@ class Model(nn.Module):
         else:
             delta, stream = self.stage.begin(len(tokens), self.dtype, step)
         recompute, last = self._recompute, self.config.num_layers - 1
-        fewer = adapters is None and images is None and type(ops) is Ops and self.model.ends_with_mlp
+        fewer = read is not None and adapters is None and images is None
+        fewer = fewer and type(ops) is Ops and self.model.ends_with_mlp
         for layer, module in zip(self.stage.layers, self.model.layers.values(), strict=True):
             if layer == last and fewer:
                 step = replace(step, read=read)

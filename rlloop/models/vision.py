@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ConfigError
-from rlloop.inputs import BytePatches, Image, ModelInput
+from rlloop.inputs import BytePatches, Image, ModelInput, as_model_input
 from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.layers import Linear, Weight
 from rlloop.models.logits_processing import on_device
@@ -286,11 +286,14 @@ def _grid(height: int, width: int, config: VisionConfig, device: torch.device) -
     return _Grid(corners.to(device), shares.to(device), (angle.cos().to(device), angle.sin().to(device)))
 
 
-def check_images(model_input: ModelInput, config: ModelConfig, given: int | None = None) -> None:
+def check_images(prompt: ModelInput | Sequence[int], config: ModelConfig, given: int | None = None) -> None:
     """Raises `ConfigError` for images that the model cannot read, and for placeholders that do not match them.
 
     `given`: tokens that no policy sampled, in which no placeholder may stand without its image; None: the input's own.
     """
+    if config.vision is None and not isinstance(prompt, ModelInput):
+        return
+    model_input = as_model_input(prompt)
     for span in model_input.contents:
         image, vision = span.image, config.vision
         if vision is None:

@@ -221,7 +221,7 @@ def _trace_tower(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Ca
 
 
 def tower_unit(rows: int, patches: int) -> str:
-    """What a row of a tower's result is, of images with so many patches."""
+    """ "patch" or "feature": which of them has a row each in a tower's result, for images of `patches` patches."""
     return "patch" if rows == patches else "feature"
 
 

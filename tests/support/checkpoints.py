@@ -112,6 +112,12 @@ def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreT
     """transformers' own model, float32. Every parameter is random: norms and biases are not ones and zeros."""
     make, own = EVERY[family]
     model = AutoModelForCausalLM.from_config(make(**{**SIZES, **own, **config}))
+    return drawn(model, seed, centred=family == "qwen3_5_moe")
+
+
+def drawn(model: PreTrainedModel, seed: int, *, centred: bool = False) -> PreTrainedModel:
+    """The model with every parameter drawn; `centred`: norms are stored as what is added to 1, but for recurrent
+    layers'."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, tensor) for name, tensor in model.named_buffers() if "e_score" in name]
@@ -122,8 +128,7 @@ def random_model(family: str = "qwen3", *, seed: int = 0, **config: Any) -> PreT
             elif ".gate.weight" in name or ".router.weight" in name:
                 parameter.copy_(noise * 4 / parameter.shape[-1] ** 0.5)
             elif "norm" in name:
-                centred = family == "qwen3_5_moe" and "linear_attn" not in name  # stored as what is added to 1
-                parameter.copy_((0 if centred else 1) + 0.2 * noise)
+                parameter.copy_((0 if centred and "linear_attn" not in name else 1) + 0.2 * noise)
             elif "embed_tokens" in name or "lm_head" in name:
                 parameter.copy_(0.4 * noise)
             else:

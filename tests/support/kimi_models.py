@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Kimi_K25Config, PreTrainedModel
 
-from tests.support.checkpoints import LATENT, SIZES, YARN_ROPE
+from tests.support.checkpoints import LATENT, SIZES, YARN_ROPE, drawn
 
 TEXT = {**SIZES, **LATENT, "model_type": "deepseek_v3", "rope_parameters": YARN_ROPE}
 IMAGE = SIZES["vocab_size"]  # no text has it: transformers reads it as token 0 where there is no image
@@ -29,22 +29,7 @@ def make_kimi_checkpoint(
         video_token_id=IMAGE + 1, tie_word_embeddings=False,
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        biases = [(name, tensor) for name, tensor in model.named_buffers() if "e_score" in name]
-        for name, parameter in [*model.named_parameters(), *biases]:
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "e_score" in name:
-                parameter.copy_(0.1 * noise)
-            elif ".gate.weight" in name:
-                parameter.copy_(noise * 4 / parameter.shape[-1] ** 0.5)
-            elif "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            elif "embed_tokens" in name or "lm_head" in name:
-                parameter.copy_(0.4 * noise)
-            else:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    model = model.to(dtype).eval()
+    model = drawn(model, seed).to(dtype)
     model.save_pretrained(folder)
     name_as_released(folder)
     return model

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError
-from rlloop.inputs import as_model_input
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.peer_gathers import open_peers
 from rlloop.models.routing_record import RoutingRecord
@@ -37,7 +36,7 @@ from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_t
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
-from rlloop.rollout.engine.step_inputs import StepInputs
+from rlloop.rollout.engine.step_tokens import StepTokens
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -308,7 +307,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         table = self._scheduler.table
         self._cache.copy_states(batch.restores)
         self._copy_tails(batch.copies)
-        inputs = StepInputs.of(batch, table, self.page_size)
+        inputs = StepTokens.of(batch, table, self.page_size)
         emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
         late = None if tokens_before is None else self._late(batch, inputs, tokens_before)
         scores = bool(table.scored[batch.rows].any())
@@ -348,7 +347,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
                 store.copy_slots(source, target)
 
     def _hidden(
-        self, batch: ScheduledStep, inputs: StepInputs, slots_of: np.ndarray | None, late: LateTokens | None,
+        self, batch: ScheduledStep, inputs: StepTokens, slots_of: np.ndarray | None, late: LateTokens | None,
         read: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
         """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
@@ -382,7 +381,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
-    def _late(self, batch: ScheduledStep, inputs: StepInputs, drawn: Tensor) -> LateTokens:
+    def _late(self, batch: ScheduledStep, inputs: StepTokens, drawn: Tensor) -> LateTokens:
         """Of a step scheduled ahead, the tokens that only the device knows: `drawn` [E] by the step before."""
         assert batch.source is not None
         unknown = batch.source >= 0
@@ -417,7 +416,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
 
     def _check_images(self, prompt: ModelInput | list[int]) -> None:
         if (config := getattr(self.model, "config", None)) is not None:  # a model of another's may have none
-            check_images(as_model_input(prompt), config)
+            check_images(prompt, config)
 
     def _accept(
         self, id: int, prompt: ModelInput, sampling: SamplingParams, top_logprobs: int, adapter: str | None

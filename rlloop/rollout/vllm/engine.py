@@ -285,7 +285,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         check_top(top_logprobs)
         super()._check(prompt, sampling)
-        check_images(as_model_input(prompt), self.model.config)
+        check_images(prompt, self.model.config)
         check_sampling(sampling, stock=not self.raw_column)
 
     def _accept(

@@ -47,7 +47,7 @@ class Request:
 
     @property
     def salt(self) -> str | None:
-        """What vLLM names its blocks by beside token ids (`cache_salt`); None for a text without an adapter."""
+        """The `cache_salt` that keeps blocks of other images, positions or adapters apart; None for a plain text."""
         if self.scored is not None:  # all of it is computed
             return f"scored {self.id}"
         names = [] if self.adapter is None else [self.adapter.key]

@@ -24,7 +24,7 @@ SENDERS = 32  # programs that send the first half: enough for most of NVLink's b
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a group say that they are here."""
+    """The barrier flags of a group of GPUs."""
 
     flags: Tensor  # [R] int64: addresses of R int64 each, zero at first
     round: Tensor  # [1] int64, zero at first

@@ -1,4 +1,4 @@
-"""Where the tokens of a scheduled step are: in their sequences, in the cache, and beside each other."""
+"""The flat tokens of a scheduled step: their indices, positions, cache slots and pages, as arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlloop.rollout.engine.scheduler import ScheduledStep
 
 
 @dataclass(frozen=True)
-class StepInputs:
+class StepTokens:
     """T flat tokens of S requests, one request after the other; all int64."""
 
     query_start: np.ndarray  # [S + 1] where each request's tokens begin
@@ -23,7 +23,7 @@ class StepInputs:
     block_start: np.ndarray  # [S, B] first slots of each request's pages
 
     @classmethod
-    def of(cls, batch: ScheduledStep, table: RequestTable, page_size: int) -> StepInputs:
+    def of(cls, batch: ScheduledStep, table: RequestTable, page_size: int) -> StepTokens:
         query_start = np.concatenate(([0], np.cumsum(batch.counts)))
         sequence = np.repeat(np.arange(len(batch.rows)), batch.counts)
         index = np.arange(query_start[-1]) - query_start[sequence] + batch.context[sequence]
