@@ -5,7 +5,7 @@
 
 What one change of an engine does alone, in many small steps:
 
-    python benchmarks/gpu_study.py runs/gpu_study --models dense --steps 1000 --lr 1e-5 \
+    python benchmarks/gpu_study.py runs/gpu_study --models dense --steps 1000 --lr 1e-5 --override eval.every=50 \
       --arms zero_kld other_batches stock_attention flash_attention stock_linear compiled
 
 More and more of one kind of difference:
@@ -77,6 +77,7 @@ class Run(NamedTuple):
     lr: str
     seed: int
     steps: int | None = None  # None: the recipe's
+    overrides: tuple[str, ...] = ()  # of the recipe, for all runs
 
     @property
     def name(self) -> str:
@@ -87,16 +88,22 @@ class Run(NamedTuple):
         return [
             sys.executable, "-m", "rlloop", "train", "--config-name", RECIPES[self.model], "algorithm=gspo",
             *{**NAMED, **ARMS[self.model]}[self.arm], f"trainer.lr={self.lr}", f"seed={self.seed}",
-            *([f"trainer.num_steps={self.steps}"] if self.steps else []), f'run.dir="{folder / self.name}"',
+            *([f"trainer.num_steps={self.steps}"] if self.steps else []), *self.overrides,
+            f'run.dir="{folder / self.name}"',
         ]  # fmt: skip
 
 
 def runs_of(
-    models: list[str], lrs: list[str], seeds: int, arms: list[str] | None, steps: int | None = None
+    models: list[str],
+    lrs: list[str],
+    seeds: int,
+    arms: list[str] | None,
+    steps: int | None = None,
+    overrides: tuple[str, ...] = (),
 ) -> list[Run]:
     """Whole arms first, so that a study that is stopped has some."""
     return [
-        Run(model, arm, lr, seed, steps)
+        Run(model, arm, lr, seed, steps, overrides)
         for model in models
         for lr in lrs
         for arm in [*ARMS[model], *(NAMED if arms else ())]
@@ -173,11 +180,12 @@ def main() -> int:
         "--arms", nargs="+", help=f"some of them, or {', '.join(NAMED)}, left out else; ARM,seed=N: a single run"
     )
     parser.add_argument("--steps", type=int, help="of a run, in place of the recipe's")
+    parser.add_argument("--override", action="append", default=[], help="of the recipe, such as eval.every=50")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm, from 0 on")
     parser.add_argument("--slots", type=int, default=4, help="runs at a time on each GPU")
     parser.add_argument("--list", action="store_true", help="print the runs' commands")
     args = parser.parse_args()
-    runs = runs_of(args.models, args.lr, args.seeds, args.arms, args.steps)
+    runs = runs_of(args.models, args.lr, args.seeds, args.arms, args.steps, tuple(args.override))
     if args.list:
         print("\n".join(" ".join(run.command(args.folder)) for run in runs))
         return 0
