@@ -1,6 +1,6 @@
-"""The recurrence of gated delta networks and of Mamba-2 beside flash-linear-attention's and vLLM's kernels.
+"""The recurrence of gated delta networks and of Mamba-2 beside kernels of flash-linear-attention, mamba-ssm and vLLM.
 
-    python benchmarks/gpu_recurrent.py [--cells 'Nemotron*/decode*'] [--seconds 120] [--quick] [--tiny] [--list]
+    python benchmarks/gpu_recurrent.py [--cells 'Nemotron*/decode*'] [--seconds 120] [--triton FOLDER ...] [--quick]
 
 Cells are `SHAPE/WORK`. Training, `8x1024` and `1x8192` tokens: the scan alone, forward, and forward and backward, whole
 sequences end to end, timed with their launches. Decode, of 1, 32 and 256 sequences: one token of each by CUDA graphs,
@@ -8,20 +8,25 @@ every call on states of its own. Ours takes and makes float32, the peers bfloat1
 (`recurrent_peers.py`); those that are not installed are left out.
 
 vLLM's kernels have no backward. That of flash-linear-attention refuses to run with Triton 3.4 to 3.7.0 on Hopper, where
-it would be wrong; its figure then names it, without a value.
+it would be wrong. `--triton` names folders that hold other releases of Triton (`pip install --no-deps --target FOLDER
+triton==3.7.1`): a peer that refuses here is tried with each of them in a process of its own, which takes its turns in
+the same rounds, and its figure names the release. What runs nowhere is named without a value.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 
 import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import cells
 import recurrent_peers as peers
 import torch
 from gpu_shapes import seconds
+from recurrent_peers import PLACE, Shape, elapsed, inputs
+from recurrent_worker import Worker
 from results_schema import Figure, report, table
 from torch import Tensor
 
@@ -41,43 +46,20 @@ SMALL = {"2x32": (2, 32)}, {"decode-2": 2}
 QUICK = ["*/8x1024", "*/decode-32"]
 ROUNDS = 5
 OPS = ops_for(NumericsProfile())
-PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Shape = tuple[int, int, int, int, bool]
 
 
-def inputs(tokens: int, shape: Shape) -> list[Tensor]:
-    """q, k [T, G, K], v [T, H, V], decay and beta [T, H]: float32."""
-    groups, heads, key, width, _ = shape
-    q, k = (torch.randn(tokens, groups, key, device=PLACE) for _ in "qk")
-    v, gates = torch.randn(tokens, heads, width, device=PLACE), torch.rand(2, tokens, heads, device=PLACE)
-    return [q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, 0.9 + 0.1 * gates[0], gates[1]]
-
-
-def milliseconds(works: list[Callable[[], object]]) -> list[list[float]]:
+def milliseconds(timers: list[Callable[[], float]]) -> list[list[float]]:
     """Of one call each, in rounds in which they take turns."""
-    times = [list[float]() for _ in works]
+    times = [list[float]() for _ in timers]
     for index in range(ROUNDS + 2):
-        for work, each in zip(works, times, strict=True):
-            took = elapsed(work)
+        for timer, each in zip(timers, times, strict=True):
+            took = timer()
             if index > 1:
                 each.append(took)
     return times
 
 
-def elapsed(work: Callable[[], object]) -> float:
-    if PLACE.type == "cpu":
-        began = time.perf_counter()
-        work()
-        return 1000 * (time.perf_counter() - began)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def training(name: str, shape: Shape, sequences: int, length: int) -> list[Figure]:
+def training(name: str, shape: Shape, sequences: int, length: int, tritons: list[str]) -> list[Figure]:
     corrects, tokens = shape[4], sequences * length
     layout = AttentionLayout.of_sequences([length] * sequences, PLACE)
     leaves = [x.requires_grad_() for x in inputs(tokens, shape)]
@@ -92,11 +74,21 @@ def training(name: str, shape: Shape, sequences: int, length: int) -> list[Figur
 
     figures = []
     for at, (kind, work) in enumerate({"forward": forward, "forward and backward": both}.items()):
-        asked = {peer: call for peer, calls in others.items() if (call := calls[at]) is not None}
-        run = {peer: call for peer, call in asked.items() if peers.runs(peer, call)}
-        value, *times = milliseconds([work, *run.values()])
+        timers, refused = dict[str, Callable[[], float]](), list[str]()
+        with ExitStack() as workers:
+            for peer, calls in others.items():
+                if (call := calls[at]) is None:
+                    continue
+                if peers.runs(peer, call):
+                    timers[peer] = partial(elapsed, call)
+                elif worker := Worker.first(tritons, peer, at, shape, sequences, length):
+                    workers.enter_context(worker)
+                    timers[f"{peer} with Triton {worker.triton}"] = worker.elapsed
+                else:
+                    refused.append(peer)
+            value, *times = milliseconds([partial(elapsed, work), *timers.values()])
         title = f"{kind}, {name}, {sequences} x {length} tokens"
-        figures += compared(title, "ms", value, dict(zip(run, times, strict=True)), asked.keys() - run.keys(), aim=0.8)
+        figures += compared(title, "ms", value, dict(zip(timers, times, strict=True)), refused, aim=0.8)
     return figures
 
 
@@ -141,6 +133,9 @@ def decode(name: str, shape: Shape, sequences: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one size of each; records nothing")
+    parser.add_argument(
+        "--triton", nargs="+", default=[], metavar="FOLDER", help="other releases, for peers that refuse"
+    )
     parser.add_argument("--tiny", action="store_true", help="toys on a CPU, nothing recorded")
     cells.add_arguments(parser)
     args = parser.parse_args()
@@ -150,11 +145,11 @@ def main() -> None:
     if args.list:
         print("\n".join(picked))
         return
-    packages = ["flash-linear-attention"] * peers.here("fla") + ["vllm"] * peers.here("vllm")
+    packages = [package for module, package in peers.PACKAGES.items() if peers.here(module)]
     for cell in cells.within({cell: [cell] for cell in picked}, args.seconds):
         name, work = cell.split("/")
         if work in scans:
-            figures = training(name, shapes[name], *scans[work])
+            figures = training(name, shapes[name], *scans[work], args.triton)
         else:
             figures = decode(name, shapes[name], steps[work])
         if args.quick or args.tiny:

@@ -67,7 +67,7 @@ TABLES = {
     "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
     "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
     "recurrent": Table(
-        "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, vllm", parts="--cells, --seconds"
+        "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, mamba-ssm, vllm", parts="--cells, --seconds"
     ),
     "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
     "offload": Table("offload.py", "moments and masters on the host", 5, parts="--layers, --seconds"),

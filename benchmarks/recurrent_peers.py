@@ -1,21 +1,51 @@
-"""Other kernels for the recurrences of gated delta networks and of Mamba-2: flash-linear-attention's, and vLLM's.
+"""Other kernels for the recurrences of gated delta networks and of Mamba-2: flash-linear-attention's, mamba-ssm's and
+vLLM's, and the numbers that all of them read.
 
-Both take bfloat16 with float32 decays, where rlloop takes and makes float32. vLLM's have no backward: they are those of
-its engine, in Triton, with a state for each sequence before and after.
+They take bfloat16 with float32 decays, where rlloop takes and makes float32. vLLM's have no backward: they are those of
+its engine, in Triton, with a state for each sequence before and after. mamba-ssm's are its Triton kernels, for Mamba-2
+alone: its CUDA extensions need not be built, its sources on the path are enough.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FLA, VLLM = "flash-linear-attention", "vLLM's Triton kernels"
+FLA, MAMBA, VLLM = "flash-linear-attention", "mamba-ssm", "vLLM's Triton kernels"
+PACKAGES = {"triton": "triton", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm", "vllm": "vllm"}  # by module
 CHUNK = 128  # tokens of a chunk of Mamba-2, as Nemotron's configuration says
+PLACE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Call = Callable[[], object]
+Shape = tuple[int, int, int, int, bool]  # key heads, heads, numbers of a key, of a value; the delta rule or not
+
+
+def inputs(tokens: int, shape: Shape) -> list[Tensor]:
+    """q, k [T, G, K], v [T, H, V], decay and beta [T, H]: float32."""
+    groups, heads, key, width, _ = shape
+    q, k = (torch.randn(tokens, groups, key, device=PLACE) for _ in "qk")
+    v, gates = torch.randn(tokens, heads, width, device=PLACE), torch.rand(2, tokens, heads, device=PLACE)
+    return [q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, 0.9 + 0.1 * gates[0], gates[1]]
+
+
+def elapsed(work: Call) -> float:
+    """Milliseconds of one call, its launches among them."""
+    if PLACE.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - began)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def here(package: str) -> bool:
@@ -30,6 +60,15 @@ def runs(peer: str, call: Call) -> bool:
         print(f"{peer} does not run here: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
         return False
     return True
+
+
+def _mamba(module: str) -> Any:
+    """A module of mamba-ssm's Triton kernels. Importing the package itself would ask for its CUDA extensions."""
+    if "mamba_ssm" not in sys.modules:
+        spec = importlib.util.find_spec("mamba_ssm")
+        assert spec is not None
+        sys.modules["mamba_ssm"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"mamba_ssm.ops.triton.{module}")
 
 
 def named_inputs(given: list[Tensor], corrects: bool) -> dict[str, Tensor]:
@@ -57,9 +96,26 @@ def scans(given: list[Tensor], corrects: bool, starts: Tensor, grad: Tensor) -> 
             lambda: run(**{name: x.detach() for name, x in named.items()}, scale=1.0, cu_seqlens=starts)[0],
             lambda: torch.autograd.grad(run(**named, scale=1.0, cu_seqlens=starts)[0], list(named.values()), half),
         )
+    if here("mamba_ssm") and not corrects:
+        made[MAMBA] = _mamba_scan(given, len(starts) - 1, grad)
     if here("vllm"):
         made[VLLM] = (_vllm_delta(given, starts) if corrects else _vllm_mamba(given, starts), None)
     return made
+
+
+def _mamba_scan(given: list[Tensor], sequences: int, grad: Tensor) -> tuple[Call, Call]:
+    q, k, v, _, steps = given
+    run, rates = _mamba("ssd_combined").mamba_chunk_scan_combined, torch.full((v.shape[1],), -0.1, device=v.device)
+    x, dt, b, c, half = (each.bfloat16().unflatten(0, (sequences, -1)) for each in (v, steps, k, q, grad))
+    leaves = [each.requires_grad_() for each in (x, dt, b, c)]
+
+    def scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return run(x, dt, rates, b, c, CHUNK)
+
+    return (
+        lambda: scan(*(each.detach() for each in leaves)),
+        lambda: torch.autograd.grad(scan(*leaves), leaves, half),
+    )
 
 
 def _vllm_delta(given: list[Tensor], starts: Tensor) -> Call:
@@ -121,39 +177,48 @@ def steps(given: list[Tensor], corrects: bool, copies: int) -> dict[str, list[Ca
             _quietly(lambda state=state: run(**named, scale=1.0, initial_state=state, output_final_state=True)[0])
             for state in states
         ]
-    if here("vllm"):  # its first state is no sequence's
-        rows = torch.arange(1, sequences + 1, dtype=torch.int32, device=place)
-        stores = [torch.randn(sequences + 1, heads, width, key, device=place) * 0.1 for _ in range(copies)]
-        if corrects:
-            from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule as step
+    rows = torch.arange(1, sequences + 1, dtype=torch.int32, device=place)
 
-            halves = {name: x.bfloat16()[None] for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta))}
-            starts, logs = torch.arange(sequences + 1, dtype=torch.int32, device=place), decay.log()[None]
-            made[VLLM] = [
-                _quietly(
-                    lambda store=store: step(
-                        **halves, g=logs, scale=1.0, initial_state=store, cu_seqlens=starts, ssm_state_indices=rows
-                    )
-                )
-                for store in stores
-            ]
-        else:
-            from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+    def stores() -> list[Tensor]:  # the first state is no sequence's
+        return [torch.randn(sequences + 1, heads, width, key, device=place) * 0.1 for _ in range(copies)]
 
-            x, b, c, out = v.bfloat16(), k.bfloat16(), q.bfloat16(), torch.empty_like(v, dtype=torch.bfloat16)
-            dt = beta.bfloat16()[..., None].expand(-1, -1, width)
-            rates, skip, bias = (torch.full((heads,), each, device=place) for each in (-0.1, 1.0, 0.0))
-            wide = rates[:, None, None].expand(-1, width, key)
-            skip, bias = (each[:, None].expand(-1, width) for each in (skip, bias))
-            made[VLLM] = [
-                _quietly(
-                    lambda store=store: selective_state_update(
-                        store, x, dt, wide, b, c, skip, bias, dt_softplus=True, state_batch_indices=rows, out=out
-                    )
+    if here("mamba_ssm") and not corrects:
+        made[MAMBA] = _updates(_mamba("selective_state_update").selective_state_update, given, stores(), rows)
+    if here("vllm") and corrects:
+        from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule as step
+
+        halves = {name: x.bfloat16()[None] for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta))}
+        starts, logs = torch.arange(sequences + 1, dtype=torch.int32, device=place), decay.log()[None]
+        made[VLLM] = [
+            _quietly(
+                lambda store=store: step(
+                    **halves, g=logs, scale=1.0, initial_state=store, cu_seqlens=starts, ssm_state_indices=rows
                 )
-                for store in stores
-            ]
+            )
+            for store in stores()
+        ]
+    elif here("vllm"):
+        from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+
+        out = torch.empty_like(v, dtype=torch.bfloat16)
+        made[VLLM] = _updates(selective_state_update, given, stores(), rows, out=out)
     return made
+
+
+def _updates(step: Any, given: list[Tensor], stores: list[Tensor], rows: Tensor, **more: Tensor) -> list[Call]:
+    """Calls of the state update of mamba-ssm, or of vLLM's, which was made from it: one for each set of states."""
+    q, k, v, _, beta = given
+    _, heads, width = v.shape
+    x, b, c = v.bfloat16(), k.bfloat16(), q.bfloat16()
+    dt = beta.bfloat16()[..., None].expand(-1, -1, width)
+    rates, skip, bias = (torch.full((heads,), each, device=v.device) for each in (-0.1, 1.0, 0.0))
+    wide = rates[:, None, None].expand(-1, width, k.shape[2])
+    skip, bias = (each[:, None].expand(-1, width) for each in (skip, bias))
+    more |= {"D": skip, "dt_bias": bias}
+    return [
+        _quietly(lambda store=store: step(store, x, dt, wide, b, c, dt_softplus=True, state_batch_indices=rows, **more))
+        for store in stores
+    ]
 
 
 def _quietly(call: Call) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -194,6 +195,38 @@ def test_recurrences_name_the_peers_that_refuse(module, capsys):
     assert (second.peer, second.peer_value, second.aim) == ("two: does not run here", None, None)
     (alone,) = recurrent.compared("scan", "ms", [2.0], {}, [], aim=0.8)
     assert (alone.value, alone.peer) == (2.0, None)
+
+
+@pytest.mark.slow
+def test_a_peer_that_refuses_is_tried_with_another_triton(module, tmp_path, monkeypatch, capsys):
+    """Toys of Triton and of flash-linear-attention: the latter runs with the second of two releases."""
+    worker = module("recurrent_worker")
+    ops = tmp_path / "peers" / "fla" / "ops"
+    for package, runs in (("gated_delta_rule", "chunk_gated_delta_rule"), ("simple_gla", "chunk_simple_gla")):
+        (ops / package).mkdir(parents=True)
+        (ops / package / "__init__.py").write_text(
+            "import triton\n\n"
+            f"def {runs}(q, k, v, g, scale, cu_seqlens, beta=None):\n"
+            "    print('not an answer')\n"
+            "    if triton.__version__ == '1.0':\n"
+            "        raise RuntimeError('wrong with 1.0')\n"
+            "    factor = g.exp()[..., None] * (q.sum() + k.sum()) * (1 if beta is None else beta[..., None])\n"
+            "    return v * factor.to(v.dtype), None\n"
+        )
+    for release in ("1.0", "2.0"):
+        (tmp_path / release / "triton").mkdir(parents=True)
+        (tmp_path / release / "triton" / "__init__.py").write_text(f"__version__ = '{release}'\n")
+    path = [str(tmp_path / "peers"), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    folders = [str(tmp_path / "1.0"), str(tmp_path / "2.0")]
+    asked = ("flash-linear-attention", 1, (1, 2, 8, 4, True), 2, 32)
+    made = worker.Worker.first(folders, *asked)
+    assert made is not None
+    with made:
+        assert made.triton == "2.0"
+        assert made.elapsed() > 0
+    assert f"does not run with {folders[0]}: RuntimeError: ['wrong with 1.0']" in capsys.readouterr().out
+    assert worker.Worker.first(folders[:1], *asked) is None
 
 
 @pytest.mark.slow
