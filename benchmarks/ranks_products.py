@@ -17,13 +17,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from results_schema import Figure, report
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlloop.models.peer_gathers import PeerGathers
 from rlloop.numerics.kernels.triton import backend as kernels
 from rlloop.numerics.kernels.triton import peers
 from rlloop.parallel.context import join
+from rlloop.parallel.division import evenly
 from rlloop.parallel.layout import Layout
-from rlloop.parallel.peers import PeerMemory
 
 WIDTH, INNER, QUERIES, KEYS = 4096, 12288, 4096, 1024
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 8192)
@@ -48,13 +49,17 @@ def main() -> None:
     gate, up = weight(INNER, WIDTH), weight(INNER, WIDTH)
 
     def rows_of(w: Tensor) -> Tensor:
-        return w.chunk(tp.size)[tp.rank].contiguous()
+        return held(w.chunk(tp.size)[tp.rank])
 
     o_r, down_r, gate_r, up_r = map(rows_of, (o, down, gate, up))
-    qkv_r, gate_up = torch.cat([rows_of(w) for w in (q, k, v)]), torch.cat([gate_r, up_r])
+    qkv_r, gate_up = held(torch.cat([rows_of(w) for w in (q, k, v)])), torch.cat([gate_r, up_r])
     o_k, down_k = (w.chunk(tp.size, 1)[tp.rank].contiguous() for w in (o, down))
     heads = QUERIES // tp.size
-    memory = PeerMemory(tp, device, max(given.rows) * INNER)
+    gathers = PeerGathers(tp, device, max(given.rows) * INNER, None)
+    queries, width, inner_width = evenly(QUERIES, tp), evenly(WIDTH, tp), evenly(INNER, tp)
+    assert queries is not None, "one process has no peers"
+    assert width is not None
+    assert inner_width is not None
 
     inner = torch.empty(max(given.rows), INNER // tp.size, device=device, dtype=torch.bfloat16)
     at_inner = torch.tensor([inner.data_ptr()], device=device)
@@ -74,30 +79,11 @@ def main() -> None:
         y = tp.gather(kernels.linear(a, o_r, None), -1)
         return tp.gather(kernels.linear(tp.gather(kernels.gated_linear(y, gate_r, up_r), -1), down_r, None), -1)
 
-    meeting = peers.Meeting(memory.flags, memory.round, tp.rank)
-
-    def met(buffer: Tensor) -> Tensor:
-        peers.meet(meeting)
-        return buffer
-
-    def into(x: Tensor, columns: int) -> Tensor:
-        to = memory.buffer(len(x), columns, tp.rank * x.shape[1])
-        peers.write(x, to.places, columns, meeting=meeting)
-        return to.whole
-
-    def product_into(x: Tensor, w: Tensor, columns: int) -> Tensor:
-        to = memory.buffer(len(x), columns, tp.rank * len(w))
-        peers.linear_into(x, w, None, to.whole, to.places)
-        return met(to.whole)
-
-    def activated_into(x: Tensor) -> Tensor:
-        to = memory.buffer(len(x), INNER, tp.rank * len(gate_r))
-        peers.gated_linear_into(x, gate_r, up_r, to.whole, to.places)
-        return met(to.whole)
-
     def written(x: Tensor) -> Tensor:
-        a = into(kernels.linear(x, qkv_r, None)[:, :heads], QUERIES)
-        return product_into(activated_into(product_into(a, o_r, WIDTH)), down_r, WIDTH)
+        a = gathers.gather(kernels.linear(x, qkv_r, None)[:, :heads], queries)
+        y = gathers.product(a, o_r, None, width)
+        y = gathers.gated(y, gate_r, up_r, inner_width, read_next=True)
+        return gathers.product(y, down_r, None, width)
 
     def local(x: Tensor) -> Tensor:
         """The products alone, which communicate nothing: a floor."""
@@ -115,7 +101,7 @@ def main() -> None:
     figures = []
     for rows in given.rows:
         x = torch.randn(rows, WIDTH, device=device, generator=generator).bfloat16()
-        times = {name: measured(form, x) for name, form in forms.items()}
+        times = {name: measured(form, x, gathers) for name, form in forms.items()}
         one = whole_layer(x, q, o, gate, up, down)
         for name, form in forms.items():
             if name.startswith("gather"):
@@ -139,17 +125,23 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def held(w: Tensor) -> nn.Parameter:
+    """A model's weight, which kernels fetch before their predecessors have ended."""
+    return nn.Parameter(w.contiguous(), requires_grad=False)
+
+
 def whole_layer(x: Tensor, q: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The same on one rank: the bits to have."""
     y = kernels.linear(kernels.linear(x, q, None), o, None)
     return kernels.linear(kernels.silu_mul(kernels.linear(y, gate, None), kernels.linear(y, up, None)), down, None)
 
 
-def measured(form: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
+def measured(form: Callable[[Tensor], Tensor], x: Tensor, gathers: PeerGathers) -> list[float]:
     """Microseconds a layer, of each round."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        gathers.begin()
         for _ in range(3):
             form(x)
     torch.cuda.current_stream().wait_stream(side)
@@ -157,6 +149,7 @@ def measured(form: Callable[[Tensor], Tensor], x: Tensor) -> list[float]:
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        gathers.begin()
         for _ in range(LAYERS):
             form(x)
     times = []

@@ -81,6 +81,8 @@ class Attention(nn.Module):
 
     def _read(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor:
         ops, heads = step.ops, self.heads
+        if (written := self._written(q, keys, values, gate, step)) is not None:
+            return self.o_proj.whole(written, ops, then_norm=step.read is None)
         sinks = own_heads(self.sinks, q.shape[1], keys.shape[1], step)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, _: Tensor | None) -> Tensor:
@@ -94,7 +96,23 @@ class Attention(nn.Module):
             read = taken(attend(gathered(q, heads[0], 1), k, v, step.layout, None), heads[0], 1).flatten(1)
         else:
             read = cut_attention(attend, q, keys, values, None, step.layout, heads).flatten(1)
-        return self.o_proj.whole(read if gate is None else ops.sigmoid_mul(gate, read), ops, self.columns)
+        gated = read if gate is None else ops.sigmoid_mul(gate, read)
+        return self.o_proj.whole(gated, ops, self.columns, then_norm=step.read is None)
+
+    def _written(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor | None:
+        """All ranks' results [T, N], for `o_proj` alone, where attention's own kernel writes them to peers."""
+        if (
+            self.columns is None
+            or self.window
+            or self.sinks is not None
+            or gate is not None
+            or type(step.ops) is not Ops
+        ):
+            return None
+        peers = self.o_proj.peers(q.flatten(1), step.ops, self.columns)
+        if peers is None or step.ops.profile.attention_splits != "default":
+            return None
+        return peers.attended(q, keys, values, step.layout, self.scale, self.columns)
 
     def _normed(self, x: Tensor, norm: Norm | None, heads: Division | None, ops: Ops) -> Tensor:
         """[T, heads * head_dim] -> [T, heads, head_dim], of this rank's heads."""

@@ -11,7 +11,7 @@ from rlloop.models.architecture import ModelConfig
 from rlloop.models.attention import Attention
 from rlloop.models.experts import Mixture
 from rlloop.models.latent import LatentAttention
-from rlloop.models.layers import Cache, Mlp, Norm, PlainMlp, Step, Weight
+from rlloop.models.layers import Cache, Mlp, Norm, PlainMlp, Step, Weight, normed
 from rlloop.models.recurrent import DeltaNet, Mamba
 from rlloop.models.row_blocks import in_blocks
 from rlloop.models.stages import Stage
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         if mixture is not None and layer in mixture.layers:
             self.mlp = Mixture(config, mixture, mixture.layers.index(layer), context)
         else:
-            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias)
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, tp, config.mlp_bias, then_norm=True)
         attends = isinstance(getattr(self, "self_attn", None), Attention) and isinstance(self.mlp, Mlp)
         biased = config.qkv_bias or config.output_bias or config.mlp_bias
         special = config.output_gate or config.whole_norm or config.sinks or config.rope_dim != config.head_dim
@@ -57,7 +57,7 @@ class Layer(nn.Module):
         attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
         if step.read is not None:
             attended, stream = attended[step.read], stream[step.read]
-        x, stream = ops.rms_norm(attended, self.post_attention_layernorm.scale, self.eps, stream)
+        x, stream = normed(attended, self.post_attention_layernorm, self.eps, stream, step)
         return in_blocks(self.mlp, x, step), stream
 
     def _decoded(self, delta: Tensor, stream: Tensor | None, step: Step, cache: Cache) -> tuple[Tensor, Tensor] | None:
@@ -110,7 +110,7 @@ def _first_norm(
 ) -> tuple[Tensor, Tensor]:
     if summed:
         return step.ops.norm_of_sum(delta, norm.scale, eps)
-    return step.ops.rms_norm(delta, norm.scale, eps, stream)
+    return normed(delta, norm, eps, stream, step)
 
 
 class Decoder(nn.Module):

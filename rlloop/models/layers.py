@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rlloop.models.peer_gathers import peers_of
+from rlloop.models.peer_gathers import PeerGathers, peers_among, peers_of
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.tensor_parallel import cut_linear
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
@@ -86,18 +86,27 @@ class Linear(nn.Module):
             return ops.linear(x, self.weight, self.bias, self.across)
         return cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, None)
 
-    def whole(self, x: Tensor, ops: Ops, columns: Division | None = None) -> Tensor:
-        """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole."""
+    def whole(self, x: Tensor, ops: Ops, columns: Division | None = None, then_norm: bool = False) -> Tensor:
+        """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole.
+
+        `then_norm`: nothing reads them but `normed`.
+        """
         if self.rows is None:
             return ops.linear(x, self.weight, self.bias, self.across)
         if torch.is_grad_enabled():
             own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns)
             return gathered(own, self.rows)
+        if (peers := self.peers(x, ops, columns)) is not None:
+            x = x if columns is None else peers.gather(x, columns)
+            plain = type(ops) is Ops and ops.norms_sums  # subclasses depart
+            return peers.product(x, self.weight, self.bias, self.rows, then_norm and plain)
+        return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
+
+    def peers(self, x: Tensor, ops: Ops, columns: Division | None = None) -> PeerGathers | None:
+        """Those that make `whole`'s outputs, if any do."""
         peers = peers_of(self.rows)
         plain = ops.adapted(self.weight) is None and not is_packed(self.weight)
-        if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows):
-            return peers.product(x if columns is None else peers.gather(x, columns), self.weight, self.bias, self.rows)
-        return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
+        return peers if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows) else None
 
 
 class Weight(nn.Module):
@@ -121,6 +130,13 @@ class Norm(Weight):
         return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32)) if self.centred else weight
 
 
+def normed(x: Tensor, norm: Norm, eps: float, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    """`Ops.rms_norm`, also of what `Linear.whole` made for it alone."""
+    peers = peers_among(step.context.tp)
+    made = None if peers is None else peers.rms_norm(x, norm.scale, eps, residual)
+    return made or step.ops.rms_norm(x, norm.scale, eps, residual)
+
+
 class PlainMlp(nn.Module):
     """An MLP without a gate: `down relu(up x) ** 2`."""
 
@@ -137,8 +153,12 @@ class PlainMlp(nn.Module):
 class Mlp(nn.Module):
     """A gated MLP (SwiGLU): `down (silu(gate x) * up x)`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, tp: Ranks, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, tp: Ranks, bias: bool = False, then_norm: bool = False
+    ) -> None:
+        """`then_norm`: see `Linear.whole`."""
         super().__init__()
+        self.then_norm = then_norm
         self.inner = in_tiles(intermediate_size, tp)
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, rows=self.inner)
@@ -152,8 +172,9 @@ class Mlp(nn.Module):
             both = gate.weight, up.weight
             plain = not (is_packed(*both) or any(map(ops.adapted, both)))
             if plain and self.inner is not None and peers is not None and peers.takes(x, self.inner):
-                return self.down_proj.whole(peers.gated(x, gate.weight, up.weight, self.inner), ops)
+                whole = peers.gated(x, gate.weight, up.weight, self.inner, self.down_proj.peers(x, ops) is peers)
+                return self.down_proj.whole(whole, ops, then_norm=self.then_norm)
             gated = ops.gated_linear(x, gate.weight, up.weight)
         else:
             gated = ops.silu_mul(gate(x, ops), up(x, ops))
-        return self.down_proj.whole(gated, ops, self.inner)
+        return self.down_proj.whole(gated, ops, self.inner, self.then_norm)

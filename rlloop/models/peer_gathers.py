@@ -7,26 +7,34 @@ whole vectors and fit. The bits are the same either way.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from rlloop.numerics.layout import AttentionLayout
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.division import Division
 
 if TYPE_CHECKING:
+    from rlloop.numerics.kernels.triton.meeting import Meeting
     from rlloop.parallel.peers import Buffer
 
 ALIGNED = 8  # numbers: where a rank's columns may begin
 MOST_ROWS = 8192  # of a gather; those of more rows go over the network
+# False: a launch of its own, to compare: for a meeting that the reader of a result could do; for the copies of
+# attention's results.
+MEETS_IN_READERS, ATTENTION_WRITES = True, True
 _opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
 
 
 class PeerGathers:
-    """Gathers of up to `numbers` bfloat16 numbers each. A result is valid until the third gather after it."""
+    """Gathers of up to `numbers` bfloat16 numbers each. A result is valid until the third gather after it.
+
+    The meeting after a gather is left to the kernel that reads its result where that is asked for (`read_next`) and
+    can be; then nothing else may read the result before `product` or `rms_norm` has.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device, numbers: int, before: PeerGathers | None) -> None:
         """`before`: earlier, smaller gathers, whose memory is kept for recorded graphs that write into it."""
@@ -35,33 +43,65 @@ class PeerGathers:
 
         self.numbers, self._kernels, self._before = numbers, peers, before
         self._memory = memory = PeerMemory(ranks, device, -(-numbers // ALIGNED) * ALIGNED)
-        self._meeting = peers.Meeting(memory.flags, memory.round, ranks.rank)
+        self._first = peers.Meeting(memory.flags, memory.round, ranks.rank, 0)
+        self._meetings = 0  # of this forward
+        self._owed: Meeting | None = None
 
     def begin(self) -> None:
         """Start a forward: results of the one before are no longer read."""
-        self._meet()
+        self._kernels.begin(self._first)
+        self._meetings, self._owed = 0, None
         self._memory.rewind()
+
+    def settle(self) -> None:
+        """What was gathered has arrived, for any reader."""
+        if (owed := self._taken()) is not None:
+            self._kernels.meet(owed)
 
     def gather(self, columns: Tensor, division: Division) -> Tensor:
         """[T, n] own columns -> [T, N]."""
         to = self._buffer(columns, division)
-        self._kernels.write(columns, to.places, division.count, meeting=self._meeting)
+        self._kernels.write(columns, to.places, division.count, meeting=self._meeting())
         return to.whole
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division) -> Tensor:
-        """x [T, K], own rows of weight and bias -> [T, N]."""
-        return self._made(x, rows, lambda to: self._kernels.linear_into(x, weight, bias, to.whole, to.places))
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, columns: Division
+    ) -> Tensor | None:
+        """Causal attention of own heads q [T, H, D] -> all ranks' [T, N], to be read by `product`; None where its
+        kernel does not write to peers. `columns`: those that ranks have, aligned."""
+        if not (ATTENTION_WRITES and self._kernels.decodes(q, v, layout)):
+            return None
+        to = self._buffer(q, columns)
+        self._kernels.attention_into(q, k, v, layout, scale, to.places, columns.count)
+        return self._made(to, True)
 
-    def gated(self, x: Tensor, gate: Tensor, up: Tensor, rows: Division) -> Tensor:
-        """`silu_mul` of x [T, K] times own rows of gate and up -> [T, F]."""
-        return self._made(x, rows, lambda to: self._kernels.gated_linear_into(x, gate, up, to.whole, to.places))
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, read_next: bool = False
+    ) -> Tensor:
+        """x [T, K], own rows of weight and bias -> [T, N]. `read_next`: by `rms_norm`."""
+        owed, to = self._taken(), self._buffer(x, rows)
+        self._kernels.linear_into(x, weight, bias, to.whole, to.places, owed)
+        return self._made(to, read_next)
+
+    def gated(self, x: Tensor, gate: Tensor, up: Tensor, rows: Division, read_next: bool = False) -> Tensor:
+        """`silu_mul` of x [T, K] times own rows of gate and up -> [T, F]. `read_next`: by `product`."""
+        to = self._buffer(x, rows)
+        self._kernels.gated_linear_into(x, gate, up, to.whole, to.places)
+        return self._made(to, read_next)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """`Ops.rms_norm` of the result that is to be read next; None if there is none."""
+        if (owed := self._taken()) is None:
+            return None
+        normed, stream, _ = self._kernels.rms_norm(x, weight, eps, residual, owed)
+        return normed, x if residual is None else stream
 
     def chosen(self, x: Tensor, experts: Tensor, begin: int, end: int) -> Tensor:
         """Rows x [T, k, N] of this rank, which are those of the experts [T, k] from `begin` to `end` - 1 -> all ranks'
         rows."""
         to = self._memory.buffer(experts.numel(), x.shape[-1], 0)
         self._kernels.write_chosen(x, experts, begin, end, to.places)
-        self._meet()
+        self._kernels.meet(self._meeting())
         return to.whole.view_as(x)
 
     def rows(self, dtype: torch.dtype, width: int) -> int:
@@ -76,16 +116,22 @@ class PeerGathers:
             each is None or (each.aligned(ALIGNED) and len(x) * each.count <= self.numbers) for each in divisions
         )
 
-    def _made(self, x: Tensor, division: Division, make: Callable[[Buffer], None]) -> Tensor:
-        make(to := self._buffer(x, division))
-        self._meet()
+    def _made(self, to: Buffer, read_next: bool) -> Tensor:
+        self._owed = self._meeting()
+        if not (read_next and MEETS_IN_READERS):
+            self.settle()
         return to.whole
 
     def _buffer(self, x: Tensor, division: Division) -> Buffer:
         return self._memory.buffer(len(x), division.count, division.own[0][0])
 
-    def _meet(self) -> None:
-        self._kernels.meet(self._meeting)
+    def _meeting(self) -> Meeting:
+        self._meetings += 1
+        return self._first._replace(number=self._meetings)
+
+    def _taken(self) -> Meeting | None:
+        owed, self._owed = self._owed, None
+        return owed
 
 
 def open_peers(model: nn.Module, ranks: Ranks, device: torch.device, rows: int) -> None:

@@ -373,6 +373,8 @@ class Model(nn.Module):
             delta, stream = recompute.decoder_layer(layer, module, delta, stream, step)
             if images is not None:
                 delta, stream = images.added(layer, delta, stream)
+        if peers is not None:
+            peers.settle()
         if self.model.norm is None:
             hidden = self.stage.end(delta, stream, step)
         else:

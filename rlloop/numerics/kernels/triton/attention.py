@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, hopper, power_of_two
 from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
+from rlloop.numerics.layout import AttentionLayout
 
 AHEAD = 8  # parts of a softmax that are loaded before they are joined
 
@@ -251,10 +252,11 @@ def _attention(
 
 @triton.jit(do_not_specialize=["segments"])
 def _join_parts(
-    part_sums, part_stats, context, out, lse, segments, HEADS: tl.constexpr, V_WIDTH: tl.constexpr, VW: tl.constexpr,
-    SEGMENT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    part_sums, part_stats, context, out, lse, segments, addresses, stride, HEADS: tl.constexpr, V_WIDTH: tl.constexpr,
+    VW: tl.constexpr, SEGMENT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined."""
+    """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined.
+    `addresses` and `PLACES` as for `decode._decode`."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -275,8 +277,12 @@ def _join_parts(
             there = begin + ahead < count
             top, total = tl.where(there, new_top, top), tl.where(there, new_total, total)
             sums = tl.where(there, new_sums, sums)
-    output = _divided(sums, total)
-    tl.store(out + index * V_WIDTH + d, output.to(out.dtype.element_ty), inside)
+    output = _divided(sums, total).to(out.dtype.element_ty)
+    if PLACES == 0:
+        tl.store(out + index * V_WIDTH + d, output, inside)
+    for place in tl.static_range(PLACES):
+        at = tl.multiple_of(tl.load(addresses + place).to(out.dtype), 16) + sequence.to(tl.int64) * stride
+        tl.store(at + head * V_WIDTH + d, output, inside)
     tl.store(lse + index + tl.arange(0, 1), (top + tl.log2(total)) * 0.6931471805599453)
 
 
@@ -304,14 +310,26 @@ def _better_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType
     return decode, prefill
 
 
+def decodes(q: Tensor, v: Tensor, layout: AttentionLayout) -> bool:
+    """True if these are sequences of one query each that `decode` reads, so that results can go elsewhere."""
+    if layout.decoding or layout.families or not 0 < len(q) == len(layout.block_start):
+        return False
+    decode, _ = _better_kernels(q.device)
+    return decode is not None and v.is_contiguous() and decode.takes(q, v, v.stride(0), layout.block_size)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, context: Tensor, block_start: Tensor, block_size: int,
-    scale: float, window: int = 0, sinks: Tensor | None = None, causal: bool = True,
+    scale: float, window: int = 0, sinks: Tensor | None = None, causal: bool = True, addresses: Tensor | None = None,
+    stride: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, log-sum-exp of the scaled scores [T, H] float32). `layout.AttentionMask` says what window and sinks are.
 
     With as many queries as sequences, each sequence must have one: that is decode. Not `causal`: each query reads all
     keys of its sequence, which has neither a window nor sinks; whole sequences only, any number of queries.
+
+    `addresses` [P] int64, multiples of 16: where `decodes`, each gets the results in place of `out`, tokens `stride`
+    numbers apart.
     """
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
     out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
@@ -344,7 +362,7 @@ def attention(
     elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(
             q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
-            SEGMENT,
+            SEGMENT, None if form == 2 else addresses, stride,
         )  # fmt: skip
     else:
         _attention[(tasks, groups, segments if form == 2 else 1)](
@@ -357,8 +375,9 @@ def attention(
         )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, heads)](
-            part_sums, part_stats, context, out, lse, segments, HEADS=heads, V_WIDTH=v_width,
-            VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD, EARLY=hopper(q.device),
+            part_sums, part_stats, context, out, lse, segments, out if addresses is None else addresses, stride,
+            HEADS=heads, V_WIDTH=v_width, VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD,
+            EARLY=hopper(q.device), PLACES=0 if addresses is None else len(addresses),
             num_warps=1 if v_width <= 128 else 4, launch_pdl=hopper(q.device), **EXACT,
         )  # fmt: skip
     return out, lse

@@ -103,11 +103,12 @@ def _add(sums, fade, masses, values, left, MASKED: gl.constexpr, MMA: gl.constex
 
 @gluon.jit(do_not_specialize=["blocks", "segments", "beyond"])
 def _decode(
-    q, keys, values, context, block_start, out, lse, part_sums, part_stats, blocks, segments, beyond, scale,
-    HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
-    TILE: gl.constexpr, SEGMENT: gl.constexpr, DIRECT: gl.constexpr,
+    q, keys, values, context, block_start, out, lse, part_sums, part_stats, blocks, segments, beyond, scale, addresses,
+    stride, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROWS: gl.constexpr,
+    TILE: gl.constexpr, SEGMENT: gl.constexpr, DIRECT: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """`DIRECT`: no context is longer than a segment. Else parts go to `part_sums` and `part_stats`."""
+    """`DIRECT`: no context is longer than a segment. Else parts go to `part_sums` and `part_stats`. `PLACES`: the
+    number of `addresses` that results are written to, tokens `stride` apart, in place of `out`; 0: to `out`."""
     SHARE: gl.constexpr = HEADS // GROUPS
     PARTS: gl.constexpr = keys.block_shape[0]
     PAGE: gl.constexpr = keys.block_shape[1]
@@ -117,6 +118,9 @@ def _decode(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HALF: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     FLOAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    targets = ()
+    for place in gl.static_range(PLACES):
+        targets = targets + (gl.multiple_of(gl.load(addresses + place).to(out.dtype), 16),)  # noqa: RUF005
     gdc_wait()
     gdc_launch_dependents()
     group, sequence, segment = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -163,7 +167,11 @@ def _decode(
         if DIRECT:
             output = divided(sums, total)
             output = gl.convert_layout(output.to(out.dtype.element_ty), HALF)
-            gl.store(out + (first_row + row)[:, None] * WIDTH + d[None, :], output, inside)
+            if PLACES == 0:
+                gl.store(out + (first_row + row)[:, None] * WIDTH + d[None, :], output, inside)
+            own = sequence.to(gl.int64) * stride + (group * SHARE + row)[:, None] * WIDTH + d[None, :]
+            for place in gl.static_range(PLACES):
+                gl.store(targets[place] + own, output, inside)
             gl.store(lse + first_row + mine, (top + gl.log2(total)) * 0.6931471805599453, mine < SHARE)
         else:
             row, d = gl.arange(0, ROWS, gl.SliceLayout(1, FLOAT)), gl.arange(0, WIDTH, gl.SliceLayout(0, FLOAT))
@@ -188,12 +196,13 @@ def _described(store: Tensor, page: int) -> TensorDescriptor:
 def run(
     q: Tensor, k: Tensor, v: Tensor, context: Tensor, block_start: Tensor, block_size: int, scale: float, out: Tensor,
     lse: Tensor, part_sums: Tensor, part_stats: Tensor, segments: int, tile: int, segment: int,
+    addresses: Tensor | None = None, stride: int = 0,
 ) -> None:  # fmt: skip
     """Decode as `attention` does: with one segment fills `out` and `lse`, with several the parts."""
     (tokens, heads, width), groups, page = q.shape, v.shape[1], min(block_size, tile)
     _decode[(groups, tokens, segments)](
         q, _described(k, page), _described(v, page), context, block_start, out, lse, part_sums, part_stats,
-        block_start.shape[1], segments, len(k), scale, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block_size,
-        ROWS=ROWS, TILE=tile, SEGMENT=segment, DIRECT=segments == 1, num_warps=1,
-        launch_pdl=True, **EXACT,
+        block_start.shape[1], segments, len(k), scale, out if addresses is None else addresses, stride, HEADS=heads,
+        GROUPS=groups, WIDTH=width, BLOCK=block_size, ROWS=ROWS, TILE=tile, SEGMENT=segment, DIRECT=segments == 1,
+        PLACES=0 if addresses is None else len(addresses), num_warps=1, launch_pdl=True, **EXACT,
     )  # fmt: skip

@@ -9,25 +9,38 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import Parameter
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.meeting import Meeting, meet, met, place
 
 NUMBERS = 2048  # a program of the activation has so many
 NORM_NUMBERS = 2048  # a program of the norm has about so many
+WAITING = 512  # programs of a norm that look at one flag at a time
 BACKWARD_PROGRAMS = 256  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "rank", "index"])
 def _rms_norm(
-    x, residual, weight, stream, out, scales, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+    x, residual, weight, stream, out, scales, rows, eps, flags, round, rank, index, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """`RANKS`: of the meeting before x is read; 0: none. AHEAD: no predecessor has written the weight."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    if RANKS > 0:
+        theirs, mine, now = place(flags, round, rank, index, RANKS)
+    if AHEAD:
+        gain = tl.load(weight + column, column < WIDTH, 0.0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
+    if not AHEAD:
+        gain = tl.load(weight + column, column < WIDTH, 0.0)
+    if RANKS > 0:
+        met(theirs, mine, now)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     values = tl.load(x + at, inside, 0.0).to(tl.float32)
@@ -37,22 +50,31 @@ def _rms_norm(
         values = kept.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
     tl.store(scales + row, scale, row < rows)
-    gain = tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
-    tl.store(out + at, (values * scale[:, None] * gain[None, :]).to(out.dtype.element_ty), inside)
+    normed = values * scale[:, None] * gain.to(tl.float32)[None, :]
+    tl.store(out + at, normed.to(out.dtype.element_ty), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    x, width, early = aligned(x), x.shape[-1], hopper(x.device)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, meeting: Meeting | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`meeting`: `meet`, before x is read."""
+    # A copy of the weight would be the predecessor's work; and before other norms a layer's weights may be gathered.
+    ahead = meeting is not None and isinstance(weight, Parameter) and aligned(weight) is weight
+    x, weight, width, early = aligned(x), aligned(weight), x.shape[-1], hopper(x.device)
     rows = x.numel() // width
     out, scales = torch.empty_like(x), torch.empty(rows, device=x.device)
     stream = x.new_empty(0 if residual is None else x.shape)
     if rows:
         block = power_of_two(width)
         height = max(1, NORM_NUMBERS // block)
+        if meeting is not None and triton.cdiv(rows, height) > WAITING:
+            meet(meeting)
+            meeting = None
         _rms_norm[(triton.cdiv(rows, height),)](
-            x, x if residual is None else aligned(residual), aligned(weight), x if residual is None else stream, out,
-            scales, rows, eps, WIDTH=width, BLOCK=block, ROWS=height, HAS_RESIDUAL=residual is not None, EARLY=early,
-            num_warps=4, launch_pdl=early, **EXACT,
+            x, x if residual is None else aligned(residual), weight, x if residual is None else stream, out, scales,
+            rows, eps, *(meeting or (x, x, 0, 0)), WIDTH=width, BLOCK=block, ROWS=height,
+            HAS_RESIDUAL=residual is not None, RANKS=0 if meeting is None else len(meeting.flags), AHEAD=ahead,
+            EARLY=early, num_warps=4, launch_pdl=early, **EXACT,
         )  # fmt: skip
     return out, stream, scales
 

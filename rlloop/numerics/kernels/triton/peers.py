@@ -6,7 +6,6 @@ A rank writes its columns straight into every rank's buffer, then all meet. Noth
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,44 +13,41 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rlloop.numerics.kernels.triton.attention import attention, decodes
+from rlloop.numerics.kernels.triton.elementwise import rms_norm
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
-from rlloop.numerics.kernels.triton.linear import STEPS, chain, few_rows, product
+from rlloop.numerics.kernels.triton.linear import STEPS, few_rows, product
+from rlloop.numerics.kernels.triton.meeting import Meeting, begin, meet, met, place
 from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
+from rlloop.numerics.layout import AttentionLayout
 
+__all__ = [
+    "Meeting",
+    "attention_into",
+    "begin",
+    "decodes",
+    "gated_linear_into",
+    "linear_into",
+    "meet",
+    "rms_norm",
+    "write",
+    "write_chosen",
+]
 NUMBERS = 4096  # that a program copies at a time
 SPLIT_ROWS = 2048  # from here on half of the rows of a gated product travel while the other half is multiplied
 SENDERS = 32  # programs that send the first half: enough for most of NVLink's bandwidth, and few multiprocessors
 
 
-class Meeting(NamedTuple):
-    """The barrier flags of a group of GPUs."""
-
-    flags: Tensor  # [R] int64: addresses of R int64 each, zero at first
-    round: Tensor  # [1] int64, zero at first
-    rank: int
-
-
-@triton.jit
-def _met(flags, round, rank, RANKS: tl.constexpr, WIDE: tl.constexpr):
-    """`flags` [RANKS] are addresses of each rank's flags [RANKS]; `round` counts the meetings."""
-    now, other = tl.load(round) + 1, tl.arange(0, WIDE)
-    there = other < RANKS
-    # A rank a lane: a word to another GPU takes a microsecond or two, and they are all under way at once.
-    theirs = tl.load(flags + other, there, 0).to(round.dtype) + rank
-    tl.atomic_xchg(theirs, tl.zeros((WIDE,), tl.int64) + now, there, sem="release", scope="sys")
-    mine, behind = tl.load(flags + rank).to(round.dtype) + other, 1
-    while behind > 0:
-        seen = tl.atomic_add(mine, tl.zeros((WIDE,), tl.int64), there, sem="acquire", scope="sys")
-        behind = tl.max(tl.where(there & (seen < now), 1, 0), 0)
-    tl.store(round, now)
-
-
-@triton.jit(do_not_specialize=["rows", "first_row", "rank"])
+@triton.jit(do_not_specialize=["rows", "first_row", "rank", "index"])
 def _write(
-    x, gate, addresses, rows, width, x_stride, stride, first_row, flags, round, rank, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PLACES: tl.constexpr, WIDE: tl.constexpr, GATED: tl.constexpr, MEETS: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, gate, addresses, rows, width, x_stride, stride, first_row, flags, round, rank, index, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, GATED: tl.constexpr, MEETS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if MEETS:
+        theirs, mine, now = place(flags, round, rank, index, PLACES)
+    targets = ()
+    for other in tl.static_range(PLACES):
+        targets = targets + (tl.multiple_of(tl.load(addresses + other).to(x.dtype), 16),)  # noqa: RUF005
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -66,11 +62,11 @@ def _write(
             g = tl.load(gate + at, inside).to(tl.float32)
             values = (g / (1.0 + tl.exp(-g)) * values.to(tl.float32)).to(x.dtype.element_ty)
         to = (row + first_row).to(tl.int64)[:, None] * stride + column[None, :]
-        for index in tl.static_range(PLACES):
-            tl.store(tl.multiple_of(tl.load(addresses + index).to(x.dtype), 16) + to, values, inside)
+        for other in tl.static_range(PLACES):
+            tl.store(targets[other] + to, values, inside)
     if MEETS:
         tl.debug_barrier()  # the flags tell of all threads' copies
-        _met(flags, round, rank, PLACES, WIDE)
+        met(theirs, mine, now)
 
 
 def write(
@@ -89,12 +85,12 @@ def write(
     tasks = triton.cdiv(rows, height) * triton.cdiv(width, block)
     early = hopper(x.device) and programs >= tasks  # fewer are on a stream of their own
     one, places = meeting is not None and tasks == 1, len(addresses)
-    flags, round, rank = meeting or (addresses, addresses, 0)
+    flags, round, rank, index = meeting or (addresses, addresses, 0, 0)
     if rows:
         _write[(min(programs, tasks),)](
             x, x if gate is None else gate, addresses, rows, width, x.stride(0), stride, first_row, flags, round, rank,
-            ROWS=height, BLOCK=block, PLACES=places, WIDE=power_of_two(places), GATED=gate is not None, MEETS=one,
-            EARLY=early, num_warps=8, launch_pdl=early, **EXACT,
+            index, ROWS=height, BLOCK=block, PLACES=places, GATED=gate is not None, MEETS=one, EARLY=early,
+            num_warps=8, launch_pdl=early, **EXACT,
         )  # fmt: skip
     if meeting is not None and not one:
         meet(meeting)
@@ -128,27 +124,29 @@ def write_chosen(x: Tensor, chosen: Tensor, begin: int, end: int, addresses: Ten
         )  # fmt: skip
 
 
-@triton.jit
-def _meet(flags, round, rank, RANKS: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    _met(flags, round, rank, RANKS, WIDE)
+def attention_into(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, addresses: Tensor, stride: int
+) -> None:
+    """Attention that `decodes`, of q [T, H, D] over k, v [slots, G, D]: a token's results [H D] to each of `addresses`,
+    tokens `stride` numbers apart."""
+    attention(
+        q, k, v, layout.query_start, layout.context, layout.block_start, layout.block_size, scale, addresses=addresses,
+        stride=stride,
+    )  # fmt: skip
 
 
-def meet(meeting: Meeting) -> None:
-    """Waits, on the device, until every rank is here: what each wrote before has arrived."""
-    early, ranks = hopper(meeting.flags.device), len(meeting.flags)
-    _meet[(1,)](*meeting, RANKS=ranks, WIDE=power_of_two(ranks), EARLY=early, num_warps=1, launch_pdl=early)
-
-
-def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, addresses: Tensor) -> None:
+def linear_into(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, addresses: Tensor, meeting: Meeting | None = None
+) -> None:
     """x [T, K], weight [N, K], bias [N]: the outputs to each of `addresses`, whose rows lie as those of `out`
-    [T, ...]."""
-    if few_rows(x, len(weight)):
-        chain(x, weight, bias, x.dtype, out=out, addresses=addresses)
-    else:  # from here on cuBLAS and a copy are faster than our kernel and its copies
-        write(product(x, weight, bias, x.dtype), addresses, out.stride(0))
+    [T, ...]. `meeting`: `meet`, before x is read."""
+    if few := few_rows(x, len(weight)):
+        few(x, weight, bias, out, addresses=addresses, meeting=meeting)
+        return
+    if meeting is not None:
+        meet(meeting)
+    # from here on cuBLAS and a copy are faster than our kernel and its copies
+    write(product(x, weight, bias, x.dtype), addresses, out.stride(0))
 
 
 def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, addresses: Tensor) -> None:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import aligned, processors
+from rlloop.numerics.kernels.triton.meeting import Meeting, meet
 from rlloop.numerics.kernels.triton.small_batch_adapters import (
     END_TO_END,
     GATED,
@@ -41,6 +42,7 @@ from rlloop.numerics.kernels.triton.small_batch_adapters import (
     reduced,
     slots_of,
 )
+from rlloop.numerics.kernels.triton.small_batch_meeting import met, place
 from rlloop.numerics.kernels.triton.small_batch_tiles import OWN_COLUMNS, Tiles
 from rlloop.numerics.layout import AdapterSlots, Factors
 
@@ -109,21 +111,21 @@ def _landed(sums, ups, FORM: gl.constexpr):
     return sums, ups
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "me", "meeting"])
 def _few_rows(
     xs, first, second, third, z_xs, first_down, second_down, third_down, first_up, second_up, third_up, z, slots, sole,
-    bias, out, second_out, third_out, rows, outputs, width, addresses, stride, rank, FIRST: gl.constexpr,
-    SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, WIDTH: gl.constexpr,
-    SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
-    PLACES: gl.constexpr, RANK: gl.constexpr, TILE: gl.constexpr, Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr,
-    Z_STAGES: gl.constexpr, HAS_SLOTS: gl.constexpr,
+    bias, out, second_out, third_out, rows, outputs, width, addresses, stride, flags, round, me, meeting, rank,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, FORM: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
+    WIDTH: gl.constexpr, SWAPPED: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, EARLY: gl.constexpr,
+    AHEAD: gl.constexpr, PLACES: gl.constexpr, MEETS: gl.constexpr, RANK: gl.constexpr, TILE: gl.constexpr,
+    Z_ROWS: gl.constexpr, Z_OUTPUTS: gl.constexpr, Z_STAGES: gl.constexpr, HAS_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Rows of x that a tile of 64 has no use for are never written: a sum has no other row in it.
 
     `addresses` and `PLACES` as for `linear._linear`. END_TO_END: the weights have FIRST, SECOND and other outputs, all
     multiples of OUTPUTS. GATED, for SWAPPED alone: `silu(x first^T) * (x second^T)`, rounded as it would be in between.
     AHEAD: weights are fetched before the launch's predecessor has ended, which has not written them: those of a model,
-    since no forward begins with a product.
+    since no forward begins with a product. MEETS, for AHEAD alone: x is there once `PLACES` ranks have met.
 
     RANK: the columns of z and B' in shared memory, 0 without an adapter. The first programs make z = x A^T; the others,
     which begin meanwhile, look for it after their last step. Without Z_STAGES each program makes z itself: the first
@@ -139,6 +141,11 @@ def _few_rows(
     if EARLY and not AHEAD:
         gdc_wait()
         gdc_launch_dependents()
+    targets = ()
+    for index in gl.static_range(PLACES):
+        targets = targets + (gl.multiple_of(gl.load(addresses + index).to(out.dtype), 16),)  # noqa: RUF005
+    if MEETS:
+        theirs, mine, now = place(flags, round, me, meeting, PLACES)
     task, slot = gl.program_id(0), 0
     if RANK > 0 and HAS_SLOTS:
         slot = gl.load(sole).to(gl.int32)
@@ -199,6 +206,8 @@ def _few_rows(
     if EARLY and AHEAD:
         gdc_wait()
         gdc_launch_dependents()
+        if MEETS:
+            met(theirs, mine, now)
         for stage in gl.static_range(STAGES):
             tma.async_copy_global_to_shared(
                 xs, [first_row, stage * WIDTH], arrived.index(stage), x_tiles.index(stage).slice(0, ROWS), stage < steps
@@ -268,7 +277,7 @@ def _few_rows(
         at = (first_row + row).to(gl.int64) * stride + output
         inside = (row < ROWS) & (first_row + row < rows) & wanted & (output < outputs)
         for index in gl.static_range(PLACES):
-            gl.store(gl.multiple_of(gl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
+            gl.store(targets[index] + at, sums, inside)
 
 
 _layouts: dict[tuple[int, int], Any] = {}
@@ -295,17 +304,21 @@ SHARED = 227 * 1024  # bytes of shared memory that a program may have
 
 def _launch(
     x: Tensor, weights: tuple[Tensor, ...], bias: Tensor | None, outs: tuple[Tensor, ...], addresses: Tensor | None,
-    tiles: Tiles, form: int, adapter: Adapter | None = None,
+    tiles: Tiles, form: int, adapter: Adapter | None = None, meeting: Meeting | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
+    ahead = all(isinstance(weight, Parameter) and aligned(weight) is weight for weight in weights)
+    if meeting is not None and not (tiles.early and ahead and addresses is not None and adapter is None):
+        meet(meeting)
+        meeting = None
     outputs = len(weights[0]) if form == GATED.value else sum(map(len, weights))
     described = [_described(aligned(weight), tiles.outputs, tiles.width) for weight in weights]
     downs, ups, rank, columns, z_programs = described, described, 0, 0, 0
     out, second_out, third_out = (outs * 3)[:3]
     z = slots = sole = out
     z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
-    z_rows, part, z_stages, stages, tile = tiles.rows, 0, 0, tiles.stages, tiles.outputs
-    ahead = all(isinstance(weight, Parameter) and aligned(weight) is weight for weight in weights)
+    z_rows, part, z_stages, stages = tiles.rows, 0, 0, tiles.stages
+    tile = max(tiles.outputs, LEFT_ROWS.value * tiles.swapped)
     row_tiles = triton.cdiv(rows, tiles.rows)
     if adapter is not None:
         rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
@@ -316,7 +329,7 @@ def _launch(
         z_rows, part, z_width = min(tiles.z_rows, tiles.rows), min(tiles.part or 16, columns), REDUCED_WIDTH.value
         if own:
             part, z_width = columns, tiles.width
-            tile = max(LEFT_ROWS.value * tiles.swapped, 2 * columns, 2 * tile)
+            tile = max(tile, 2 * columns, 2 * tiles.outputs)
         else:
             z_xs = _described(aligned(x), z_rows, z_width)
             z = adapter.which.blank(len(weights) * rows * columns, x.device)
@@ -342,21 +355,22 @@ def _launch(
     _few_rows[(row_tiles * triton.cdiv(outputs, tiles.outputs) + z_programs,)](
         xs, first, second, third, z_xs, first_down, second_down, third_down, first_up, second_up, third_up, z, slots,
         sole, out if bias is None else aligned(bias), out, second_out, third_out, rows, outputs, width,
-        out if addresses is None else addresses, stride, rank, FIRST=len(weights[0]), SECOND=len((weights * 2)[1]),
-        FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs, WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages,
-        HAS_BIAS=bias is not None, EARLY=tiles.early, AHEAD=ahead, PLACES=0 if addresses is None else len(addresses),
-        RANK=columns, TILE=tile, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages,
-        HAS_SLOTS=slots is not out, num_warps=4, launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
+        out if addresses is None else addresses, stride, *(meeting or (out, out, 0, 0)), rank,
+        FIRST=len(weights[0]), SECOND=len((weights * 2)[1]), FORM=form, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
+        WIDTH=tiles.width, SWAPPED=tiles.swapped, STAGES=stages, HAS_BIAS=bias is not None, EARLY=tiles.early,
+        AHEAD=ahead, PLACES=0 if addresses is None else len(addresses), MEETS=meeting is not None, RANK=columns,
+        TILE=tile, Z_ROWS=z_rows, Z_OUTPUTS=part, Z_STAGES=z_stages, HAS_SLOTS=slots is not out, num_warps=4,
+        launch_pdl=tiles.early, enable_fp_fusion=form != GATED.value,
     )  # fmt: skip
 
 
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tiles: Tiles, addresses: Tensor | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | None = None, meeting: Meeting | None = None,
 ) -> None:  # fmt: skip
     """out [T, N] = x [T, K] weight [N, K]^T + bias [N], of 16-bit numbers; K a multiple of 8. `addresses`: see
-    `chain`."""
-    _launch(x, (weight,), bias, (out,), addresses, tiles, ONE.value, adapter)
+    `chain`. `meeting`: `meet`, before x is read."""
+    _launch(x, (weight,), bias, (out,), addresses, tiles, ONE.value, adapter, meeting)
 
 
 def products(
