@@ -175,6 +175,8 @@ class DevicePages:
     def restore(self) -> None:
         if self._mapped[0]:
             return
+        while _LEFT:
+            _give_up(*_LEFT.pop())
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             if self._create():
@@ -209,7 +211,13 @@ class _Range:
         }  # fmt: skip
 
 
+_LEFT: list[tuple[Driver, torch.device, int, int, list[bool]]] = []  # ranges to give up later
+
+
 def _give_up(driver: Driver, device: torch.device, address: int, size: int, mapped: list[bool]) -> None:
+    if torch.cuda.is_current_stream_capturing():  # the collector of garbage came while a CUDA graph is recorded
+        _LEFT.append((driver, device, address, size, mapped))
+        return
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         if mapped[0]:

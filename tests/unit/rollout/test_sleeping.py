@@ -227,7 +227,8 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDriver]]:
 
     for name, fake in {
         "device": lambda device: nullcontext(), "synchronize": lambda: None, "current_device": lambda: 0,
-        "empty_cache": empty_cache, "mem_get_info": lambda: (3 << 30, 80 << 30),
+        "is_current_stream_capturing": lambda: False, "empty_cache": empty_cache,
+        "mem_get_info": lambda: (3 << 30, 80 << 30),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
@@ -280,6 +281,19 @@ def test_the_range_ends_with_its_last_tensor(emptied: list[FakeDriver]) -> None:
     del store
     assert fake.calls[-2:] == ["Unmap", "AddressFree"]
     assert fake.free == 4
+
+
+def test_a_range_that_ends_while_a_graph_is_recorded_is_freed_later(
+    emptied: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeDriver(free=1)
+    with monkeypatch.context() as recording:
+        recording.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        DevicePages(MIB, torch.device("cpu"), Driver(fake))
+        assert fake.free == 0
+    DevicePages(MIB, torch.device("cpu"), Driver(fake))
+    assert fake.calls.count("AddressFree") == 2
+    assert fake.free == 1
 
 
 def test_structures_have_the_drivers_sizes() -> None:
