@@ -58,13 +58,10 @@ def _check_gpus(machines: Sequence[Machine]) -> None:
     for rank, host, local, processes, have in machines:
         if max(local + 1, processes or 0) <= have or (rank == 0 and have == 0):
             continue
-        started = (
-            f"torchrun has started {processes or 'more'} processes on {host} (rank {rank} there has index {local})"
-        )
         raise ConfigError(
-            f"{started}, which has "
-            f"{have} GPU{'s' * (have != 1)}, and each takes one. Start it with --nproc-per-node {max(1, have)} there, on "
-            "more machines or for smaller layouts"
+            f"torchrun has started {processes or 'more'} processes on {host} (rank {rank} has index {local}), which "
+            f"has {have} GPU{'s' * (have != 1)}, and each takes one. Start it with --nproc-per-node {max(1, have)} "
+            "there, on more machines or for smaller layouts"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -209,7 +208,7 @@ class FakeDriver:
 
 
 @pytest.fixture
-def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDriver]]:
+def emptied(monkeypatch: pytest.MonkeyPatch) -> list[FakeDriver]:
     """A GPU that is none. `torch.cuda.empty_cache` gives these drivers 64 grains once."""
     drivers: list[FakeDriver] = []
 
