@@ -57,8 +57,8 @@ def planted_fault(op: str) -> Iterator[None]:
 
     make_engine = launch.make_engine
 
-    def faulty(*args: Any) -> Any:
-        engine: Any = make_engine(*args)
+    def faulty(*args: Any, **settings: Any) -> Any:
+        engine: Any = make_engine(*args, **settings)
         plant_fault(engine, op)
         return engine
 

@@ -11,7 +11,7 @@ from rlloop.cli.machine_check import Line
 from rlloop.config.trainer import MASTERS_STAY
 from rlloop.errors import ConfigError
 from rlloop.models.config import read_config
-from rlloop.training.memory import DTYPES, GIB, PCIE, layout_keys, layouts, predict, preference
+from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layouts, predict, preference
 
 
 def examine_model(
@@ -35,7 +35,7 @@ def examine_model(
     needs = [
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
-            offload_activations=offload_activations,
+            offload_activations=offload_activations, sleeps=True,
         )
         for layout in every
     ]  # fmt: skip
@@ -44,6 +44,12 @@ def examine_model(
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
         f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}micro-batches of {tokens} "
         f"tokens, every layer checkpointed{' but for its attention' if keep_attention else ''}; GiB of a rank:",
+    )
+    yield Line(
+        None,
+        "rollout.sleep",
+        f"the engine gives its cache back while the trainer works: of it and of {', '.join(UPDATES[:-1])} the larger "
+        "counts (on a GPU, by default)",
     )
     if config.vision is not None:
         yield Line(

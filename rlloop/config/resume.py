@@ -21,6 +21,7 @@ RESUMABLE = (
     "trainer.shard",
     "trainer.offload",
     "rollout.layout.",
+    "rollout.sleep",
     "trainer.num_steps",
     "certificate.",
     "checkpoint.every",

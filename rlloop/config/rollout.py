@@ -69,7 +69,9 @@ class RolloutConfig:
     max_batch_tokens: int = limited(8192, at_least(1))  # limit of tokens in an engine step
     max_cache_tokens: int | None = None  # None: as many as the batch and the model's context need
     prefix_caching: bool = True  # prompts with a common prefix share cache blocks
-    sleep: bool = False  # vLLM engines: free the cache's memory while the trainer works
+    sleep: bool | None = (
+        None  # free the cache's memory while the trainer works; null: true for the embedded engine beside it on a GPU
+    )
     profile: RolloutProfile = field(default_factory=RolloutProfile)
     partial: PartialConfig = field(default_factory=PartialConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)

@@ -254,8 +254,8 @@ class RunConfig:
         """Refuses what would make an engine's logprobs incomparable with the trainer's."""
         rollout, engine, name = self.rollout, self.rollout.engine, self.rollout.engine_name
         vllm = engine in (EngineKind.vllm, EngineKind.vllm_stock)
-        if rollout.sleep and not vllm:
-            raise ConfigError("rollout.sleep is for rollout.engine=vllm or vllm_stock; leave it off")
+        if rollout.sleep and not isinstance(engine, EngineKind):
+            raise ConfigError("rollout.sleep is for rollout.engine=embedded, vllm or vllm_stock; leave it off")
         if engine is EngineKind.embedded:
             return
         if self.fleet.kind is FleetKind.regions:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +18,19 @@ from rlloop.parallel.layout import Layout
 from rlloop.protocols import MakesModel, Task
 
 
-def check_launch(config: RunConfig, processes: int, here: int | None = None) -> None:
-    """Raises `ConfigError` where the layouts do not fit what was started: `processes` by torchrun, 1 without it; `here`
-    of them on this machine, if that is known."""
+class Machine(NamedTuple):
+    """Where a rank of torchrun runs."""
+
+    rank: int
+    host: str
+    local: int  # index of its GPU
+    processes: int | None  # that torchrun has started there; None: a launcher that does not say it
+    gpus: int
+
+
+def check_launch(config: RunConfig, processes: int, machines: Callable[[], Sequence[Machine]] = tuple) -> None:
+    """Raises `ConfigError` where the layouts do not fit what was started: `processes` by torchrun on `machines`, 1
+    without it."""
     size = config.world.size
     if config.launch is Launch.ray:
         if processes > 1:
@@ -26,11 +38,8 @@ def check_launch(config: RunConfig, processes: int, here: int | None = None) -> 
         _check_ray(config)
         return
     if size == processes:
-        if config.device == "cuda" and here is not None and 0 < (have := torch.cuda.device_count()) < here:
-            raise ConfigError(
-                f"torchrun has started {here} processes on this machine, which has {have} GPUs, and each takes one. "
-                f"Start it with --nproc-per-node {have}, on more machines or for smaller layouts"
-            )
+        if config.device == "cuda":
+            _check_gpus(machines())
         return
     layouts = f"trainer.layout and rollout.layout have {size} rank{'s' if size > 1 else ''}"
     if processes == 1:
@@ -42,6 +51,18 @@ def check_launch(config: RunConfig, processes: int, here: int | None = None) -> 
         f"{layouts}, and torchrun has started {processes} processes. Start it with --nproc-per-node {size}"
         f"{_by_dp_shard(*config.layouts, processes)}"
     )
+
+
+def _check_gpus(machines: Sequence[Machine]) -> None:
+    """Raises `ConfigError` for a rank without a GPU of its own. A rank 0 without any is refused by `usable_device`."""
+    for rank, host, local, processes, have in machines:
+        if max(local + 1, processes or 0) <= have or (rank == 0 and have == 0):
+            continue
+        raise ConfigError(
+            f"torchrun has started {processes or 'more'} processes on {host} (rank {rank} has index {local}), which "
+            f"has {have} GPU{'s' * (have != 1)}, and each takes one. Start it with --nproc-per-node {max(1, have)} "
+            "there, on more machines or for smaller layouts"
+        )
 
 
 def _by_dp_shard(trainer: Layout, rollout: Layout, processes: int) -> str:

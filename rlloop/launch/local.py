@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from rlloop.config.run import RunConfig
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import doctor_for, load, make_critic, make_engine, make_history, make_trainer, vocabulary_of
+from rlloop.launch.workers import (
+    doctor_for,
+    load,
+    make_critic,
+    make_engine,
+    make_history,
+    make_trainer,
+    sleepers,
+    vocabulary_of,
+)
 from rlloop.loop.partial import Partial
 from rlloop.loop.parts import Parts
 from rlloop.loop.schedule import InStep
@@ -34,10 +44,12 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     sampled = config.rollout.profile.over(config.model.profile)
     differs = departs or sampled != config.model.profile
     with ExitStack() as stack:
-        engine = make_engine(drifted_copy(model) if departs else model, sampled, config.rollout, drift)
-        trained = None if departs else drift
-        eval_engine = make_engine(model, config.model.profile, config.rollout, trained) if differs else engine
+        make = partial(make_engine, rollout=config.rollout, beside=True)
+        engine = eval_engine = make(drifted_copy(model) if departs else model, sampled, drift=drift)
+        if differs:
+            eval_engine = make(model, config.model.profile, drift=None if departs else drift)
         engines = dict.fromkeys((engine, eval_engine))
+        trainer.neighbours = sleepers(*engines)
         for each in engines:
             if close := getattr(each, "close", None):
                 stack.callback(close)  # vLLM's sleep mode and process groups are the process's

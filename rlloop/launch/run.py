@@ -74,8 +74,10 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     with ExitStack() as stack:
-        size, here = (1, None) if leader is None else (leader.here.size, leader.here.neighbours)
-        check_launch(job.config, size, here)
+        if leader is None:
+            check_launch(job.config, 1)
+        else:
+            check_launch(job.config, leader.here.size, leader.machines)
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
         check_task(job.config, prepared.task)

@@ -3,6 +3,7 @@
 Rank 0 sends each call to the others and does its own share in a thread, so that its main thread can look after the
 ranks and obey Ctrl-C. The other ranks touch neither the run's folder nor the terminal. All meet at a store:
 
+    machine/RANK       by a rank: its machine, before it loads anything
     job/N              by rank 0: what the ranks of the command's N-th run begin with; empty: there is no further run
     job-N/failed/RANK  by a rank: the error that ended it
     job-N/over         by rank 0: the run has failed, and every rank must end
@@ -17,6 +18,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ from torch.distributed import DistError
 
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
-from rlloop.launch.layouts import check_model
+from rlloop.launch.layouts import Machine, check_model
 from rlloop.launch.prepare import Prepared, loss_of
 from rlloop.launch.ranks import GRACE, error_of
 from rlloop.launch.ray_pool import EngineDied, RemoteEngine, RemoteTrainer, partial_schedule
@@ -77,6 +79,9 @@ class Torchrun:
     def place(self, job: int) -> Place:
         return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
 
+    def machine(self) -> Machine:
+        return Machine(self.rank, socket.gethostname(), self.local, self.neighbours, torch.cuda.device_count())
+
 
 # ------------------------------------------------------------------------------------------------ rank 0
 
@@ -99,6 +104,13 @@ class Leader:
         if self._hosted is not None and self._jobs == 0:  # until the others, who may still be starting, have read that
             with suppress(DistError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.here.size)], STARTING)
+
+    def machines(self) -> list[Machine]:
+        """The machines of all ranks that start within `STARTING`; the watch names the others later."""
+        names = [f"machine/{rank}" for rank in range(1, self.here.size)]
+        with suppress(DistError):
+            self._store.wait(names, STARTING)
+        return [self.here.machine(), *(_get(self._store, name) for name in names if self._store.check([name]))]
 
     @contextmanager
     def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
@@ -234,6 +246,7 @@ def follow(here: Torchrun) -> int:
     """Do this rank's share of rank 0's runs until the last one. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
     store = meet(here.address)
+    _put(store, f"machine/{here.rank}", here.machine())
     for job in itertools.count():
         try:
             store.wait([f"job/{job}"], NEVER)

@@ -106,9 +106,10 @@ def vocabulary_of(config: ModelConfig) -> Vocabulary:
 
 
 def make_engine(
-    model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None
+    model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None, *, beside: bool = False
 ) -> InProcessEngine:
-    """The engine that `rollout` names, over `model`'s own parameters, under `profile` and with the declared `drift`."""
+    """The engine that `rollout` names, over `model`'s own parameters, under `profile` and with the declared `drift`.
+    `beside`: a trainer on the same device, which takes turns with it."""
     sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift), drifted_ops)
     settings = {name: getattr(rollout, name) for name in ENGINE_SETTINGS}
     if isinstance(rollout.engine, Mapping):
@@ -120,8 +121,14 @@ def make_engine(
             )
         return engine
     if rollout.engine is EngineKind.embedded:
-        return Engine(sampled, **settings)
-    return vllm.build(rollout.engine, sampled, **settings, sleep=rollout.sleep)
+        sleep = sampled.device.type == "cuda" if rollout.sleep is None else rollout.sleep
+        return Engine(sampled, **settings, sleep=sleep and beside)
+    return vllm.build(rollout.engine, sampled, **settings, sleep=bool(rollout.sleep))
+
+
+def sleepers(*engines: InProcessEngine) -> list[Engine]:
+    """Those that sleep while their trainer works."""
+    return [engine for engine in engines if isinstance(engine, Engine) and engine.sleeps]
 
 
 def engine_factory(config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -220,14 +227,15 @@ class Replica(Rank):
         target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
         self._sync = BundleReplica(target, threads)
 
-    def _open(self, config: RunConfig, path: str, *, apart: bool = False) -> None:
+    def _open(self, config: RunConfig, path: str, *, apart: bool = False, beside: bool = False) -> None:
         """Loads the weights of `context`, and makes the engine, over those of `engine_context`; `apart`: its own."""
         self.model = self.sampled = load(config, path, self.context)
         if apart:
             self.sampled = load(config, path, self.engine_context)
         elif self.engine_context.layout != self.context.layout:
             self.sampled = Model(self.model.config, self.model.profile, self.engine_context, weights_of=self.model)
-        self.engine = make_engine(self.sampled, config.rollout.profile.over(config.model.profile), config.rollout)
+        profile = config.rollout.profile.over(config.model.profile)
+        self.engine = make_engine(self.sampled, profile, config.rollout, beside=beside)
         if close := getattr(self.engine, "close", None):
             self.process.callback(close)
 
@@ -263,8 +271,9 @@ class Colocated(Replica):
         # Sharded parameters are whole only while the trainer computes with them.
         lora = config.model.lora.rank > 0
         self._apart = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
-        self._open(config, path, apart=self._apart)
+        self._open(config, path, apart=self._apart, beside=True)
         self.trainer = make_trainer(self.model, config, path)
+        self.trainer.neighbours = sleepers(self.engine)
         self._history = make_history(self.model, self.trainer, config)
         self._publisher = BundlePublisher("node", threads)
         self._encodes_on_device = config.trainer.encode_on_device

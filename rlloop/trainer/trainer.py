@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,13 @@ from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ModelInput, Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
+
+
+class Sleeper(Protocol):
+    """An engine whose memory may be given back until its next step."""
+
+    def sleep(self) -> None: ...
+
 
 STATE, FORMAT = "trainer.json", 1
 
@@ -73,6 +80,7 @@ class Trainer:
         model.checkpoint_layers = config.checkpoint_every
         model.checkpoint_keep_attention = config.checkpoint_keep_attention
         model.checkpoint_offload = config.checkpoint_offload
+        self.neighbours: Sequence[Sleeper] = ()  # engines on the same device, which sleep while the trainer works
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
@@ -299,7 +307,9 @@ class Trainer:
     def _flatten(
         self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None, *, share: bool | None = None
     ) -> StepBatch:
-        """`share`: None for what the configuration says."""
+        """Every batch's first step, for which engines make room. `share`: None for what the configuration says."""
+        for engine in self.neighbours:
+            engine.sleep()
         share = (self.config.share_prompts if share is None else share) and not self.moe.replay
         budget, device = self.config.max_batch_tokens, self.model.context.device
         return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device, share=share)

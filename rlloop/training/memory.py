@@ -34,6 +34,7 @@ RUNNING = 512  # requests of an engine at a time
 PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
 RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
+UPDATES = ("gradients", "kept", "activations", "attention")  # parts that exist while the trainer works
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -44,10 +45,13 @@ class Memory:
     layout: Layout
     parts: dict[str, int]
     host: int = 0  # bytes in host memory, beside them
+    sleeps: bool = False  # the engine's cache is given back while the trainer works
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        """Of a cache that sleeps, and of what an update takes, the larger counts."""
+        update = sum(self.parts.get(name, 0) for name in UPDATES)
+        return sum(self.parts.values()) - (min(update, self.parts["cache"]) if self.sleeps else 0)
 
     def describe(self) -> str:
         breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
@@ -82,11 +86,12 @@ def preference(layout: Layout) -> tuple[int, ...]:
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
+    sleeps: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
     All layers are made again in the backward pass; `keep_attention`: but for their attention. `offload_activations`:
-    what is kept of them waits in host memory.
+    what is kept of them waits in host memory. `sleeps`: `rollout.sleep`.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
@@ -105,7 +110,7 @@ def predict(
         sizes["blocks"] = BLOCKS * BLOCK_BYTES
     if offload_activations:
         host += sum(sizes.pop(name, 0) for name in ("kept", "attention"))
-    return Memory(layout, sizes, host)
+    return Memory(layout, sizes, host, sleeps)
 
 
 @functools.lru_cache(maxsize=8)  # modes of one shape follow each other

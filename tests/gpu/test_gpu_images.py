@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer
-from tests.support.image_models import FAMILIES, image, inputs, make_image_checkpoint, prompt_with, theirs
+from tests.support.image_models import FAMILIES, inputs, make_wide_image_checkpoint, theirs, wide_prompts
 from tests.support.samples import as_sample, different
 from tests.support.traffic import bits
 
@@ -41,10 +40,6 @@ ROWS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "layer_norm": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), [(1300, 1152), (1152,), (1152,)]),
     "layer_norm of squares": (lambda ops, x, w, b: ops.layer_norm(x, w, b, 1e-6), [(1300, 4608), (4608,), (4608,)]),
 }
-WIDE = {  # text and tower of sizes that fill tiles; heads of 72 numbers are Qwen3-VL's
-    "text": {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 1024},
-    "vision": {"hidden_size": 288, "num_heads": 4, "intermediate_size": 384, "out_hidden_size": 256},
-}
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -53,23 +48,6 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 def attend(ops: Ops, lengths: list[int], *qkv: Tensor) -> Tensor:
     return ops.full_attention(*qkv, AttentionLayout.of_sequences(lengths, CUDA), 0.2)
-
-
-def checkpoint(folder: Path, family: str, dtype: torch.dtype):
-    sections = {"mrope_section": [12, 10, 10]}
-    if family == "qwen3_5_moe":
-        sections = {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}
-    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, **sections}
-    text = {**WIDE["text"], "rope_parameters": rope}
-    return make_image_checkpoint(folder, family, dtype=dtype, text=text, vision=WIDE["vision"])
-
-
-def prompts():
-    rng = np.random.default_rng(1)
-    texts = [rng.integers(3, 90, int(n)).tolist() for n in rng.integers(1, 60, 12)]
-    large = [prompt_with(text, image(24, 20, seed), text[:5]) for seed, text in enumerate(texts[:4])]
-    two = [prompt_with(image(4, 6, seed), text, image(12, 10, seed)) for seed, text in enumerate(texts[4:8])]
-    return [*large, *two, *(prompt_with(text) for text in texts[8:]), *(prompt for prompt, _ in inputs())]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -211,9 +189,9 @@ def test_values_and_gradients_are_the_references(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_have_the_same_bits(tmp_path, family, dtype):
-    checkpoint(tmp_path, family, torch.bfloat16)
+    make_wide_image_checkpoint(tmp_path, family, torch.bfloat16)
     model = load_model(tmp_path, dtype=dtype, device="cuda")
-    asked = prompts()
+    asked = wide_prompts()
     sampling = [
         SamplingParams(12 + i % 5, seed=i, temperature=(1.0, 0.7, 0.0)[i % 3], ignore_eos=True)
         for i in range(len(asked))
@@ -237,7 +215,7 @@ def test_engine_and_trainer_have_the_same_bits(tmp_path, family, dtype):
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_transformers(tmp_path, family):
-    reference = checkpoint(tmp_path, family, torch.float32)
+    reference = make_wide_image_checkpoint(tmp_path, family, torch.float32)
     model = load_model(tmp_path, device="cuda")
     mine, wanted = token_logprobs(model, inputs()), []
     for prompt, tokens in inputs():
@@ -266,10 +244,10 @@ def test_logprobs_and_gradients_are_transformers(tmp_path, family):
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_equals_engine_before_and_after_every_update(tmp_path, family):
-    checkpoint(tmp_path, family, torch.bfloat16)
+    make_wide_image_checkpoint(tmp_path, family, torch.bfloat16)
     model = load_model(tmp_path, dtype="bfloat16", device="cuda")
     engine, trainer = Engine(model), Trainer(model, TrainerConfig(lr=3e-3, max_batch_tokens=1500))
-    rng, asked = np.random.default_rng(0), prompts()
+    rng, asked = np.random.default_rng(0), wide_prompts()
     for step in range(2):
         sampling = [SamplingParams(16, seed=100 * step + i, ignore_eos=True) for i in range(len(asked))]
         samples = [as_sample(i, c, float(rng.normal())) for i, c in enumerate(engine.generate(asked, sampling))]

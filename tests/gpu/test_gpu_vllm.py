@@ -12,20 +12,10 @@ from tests.support.gpu_mixtures import model_of, traffic
 from tests.support.gpu_models import dense_model as dense_model_of
 from tests.support.traffic import bits
 from tests.support.traffic import traffic as every_kind
+from tests.support.vllm_traffic import check_same
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-
-
-def check_same(made, expected) -> None:
-    assert [c.token_ids for c in made] == [c.token_ids for c in expected]
-    for a, b in zip(made, expected, strict=True):
-        assert a.logprobs.tobytes() == b.logprobs.tobytes()
-        assert a.raw_logprobs.tobytes() == b.raw_logprobs.tobytes()
-        assert a.routed_experts.dtype == b.routed_experts.dtype
-        assert np.array_equal(np.sort(a.routed_experts), np.sort(b.routed_experts))
-        assert (a.selected is None) == (b.selected is None)
-        assert a.selected is None or np.array_equal(a.selected, b.selected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v32"])

@@ -51,6 +51,10 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }  # fmt: skip
+WIDE = {  # text and tower of sizes that fill tiles; heads of 72 numbers are Qwen3-VL's
+    "text": {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 1024},
+    "vision": {"hidden_size": 288, "num_heads": 4, "intermediate_size": 384, "out_hidden_size": 256},
+}
 
 
 def make_image_checkpoint(
@@ -83,6 +87,16 @@ def make_image_checkpoint(
     model = model.to(dtype).eval()
     model.save_pretrained(folder)
     return model
+
+
+def make_wide_image_checkpoint(folder: Path, family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Of sizes that fill the tiles of a GPU's kernels."""
+    sections: dict[str, Any] = {"mrope_section": [12, 10, 10]}
+    if family == "qwen3_5_moe":
+        sections = {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, **sections}
+    text = {**WIDE["text"], "rope_parameters": rope}
+    return make_image_checkpoint(folder, family, dtype=dtype, text=text, vision=WIDE["vision"])
 
 
 def add_processor(folder: Path, least: int = 256) -> None:
@@ -142,3 +156,12 @@ def inputs() -> list[tuple[ModelInput, list[int]]]:
         prompt_with(text(1), image(2, 8, 3)),
     ]
     return [(prompt, text(count)) for prompt, count in zip(prompts, (9, 20, 11, 1), strict=True)]
+
+
+def wide_prompts() -> list[ModelInput]:
+    """For `make_wide_image_checkpoint`: one large image, two images, text alone (the 9th to 12th), and `inputs`."""
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(3, 90, int(n)).tolist() for n in rng.integers(1, 60, 12)]
+    large = [prompt_with(text, image(24, 20, seed), text[:5]) for seed, text in enumerate(texts[:4])]
+    two = [prompt_with(image(4, 6, seed), text, image(12, 10, seed)) for seed, text in enumerate(texts[4:8])]
+    return [*large, *two, *(prompt_with(text) for text in texts[8:]), *(prompt for prompt, _ in inputs())]

@@ -43,3 +43,17 @@ def bits(completions: list[Completion]) -> list[tuple]:
         )
         for each in completions
     ]
+
+
+def check_same(made: list[Completion], expected: list[Completion]) -> None:
+    """Equal tokens and bits, and equal choices; which of a token's experts comes first is left open."""
+    assert [c.token_ids for c in made] == [c.token_ids for c in expected]
+    for a, b in zip(made, expected, strict=True):
+        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert a.raw_logprobs.tobytes() == b.raw_logprobs.tobytes()
+        assert (a.routed_experts is None) == (b.routed_experts is None)
+        if a.routed_experts is not None and b.routed_experts is not None:
+            assert a.routed_experts.dtype == b.routed_experts.dtype
+            assert np.array_equal(np.sort(a.routed_experts), np.sort(b.routed_experts))
+        assert (a.selected is None) == (b.selected is None)
+        assert a.selected is None or np.array_equal(a.selected, b.selected)

@@ -29,13 +29,13 @@ from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
-from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graph_sizes import decoding
 from rlloop.rollout.engine.graphs import EngineGraphs, LateTokens, with_late
 from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
+from rlloop.rollout.engine.sleeping import Sleeping
 from rlloop.rollout.engine.step_tokens import StepTokens
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
@@ -58,7 +58,7 @@ class _Flight:
     wait: Callable[[], Drawn]
 
 
-class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
+class Engine(Drawing, AdapterVerbs, Sleeping):
     """Continues prompts with `model`. One caller at a time: it is not thread-safe.
 
     - `page_size`: tokens of a cache block; prefixes are shared in whole blocks, and a prompt's rest is copied.
@@ -71,6 +71,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
     - `adapter_slots`, `adapter_rank`: room for adapters on the model's device: how many may run at once, of which rank
       at most. More may be loaded: their requests wait for a slot. Memory is taken by the weights that adapters adapt.
     - `seed`: of the stream that requests without a seed of their own draw theirs from.
+    - `sleep`: `sleep()` may give back the cache's memory; the next step takes it again.
 
     None of these but `seed` changes a completion's bits.
 
@@ -94,6 +95,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         seed: int = 0,
         adapter_slots: int = SLOTS,
         adapter_rank: int = MAX_RANK,
+        sleep: bool = False,
     ) -> None:
         for name, value in (
             ("page_size", page_size),
@@ -134,7 +136,8 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         room = self._num_blocks * page_size
         super().__init__(Limits(model.vocab_size, model.max_positions, room, model.eos_token_ids), seed)
         spare = 0 if self._device.type == "cpu" else page_size
-        self._cache = PagedCache(spec, room, dtype, self._device, states, max_running + self._saved_states, spare)
+        rows, self.sleeps = max_running + self._saved_states, sleep
+        self._cache = PagedCache(spec, room, dtype, self._device, states, rows, spare, sleep)
         self._choices = ChoiceStore.of(model, room + spare) if record_choices else None
         self._images = FeatureCache()
         self._graphs = None
@@ -148,6 +151,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
 
     def prepare(self) -> int:
         """Record the usual steps as CUDA graphs before the first request; returns their number. 0 on a CPU."""
+        self.wake_up()
         with torch.inference_mode():
             return 0 if self._graphs is None else self._graphs.prepare(self._max_running)
 
@@ -204,6 +208,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
+        self.wake_up()
         try:
             flight = self._flight or self._start(self._scheduler.schedule())
             self._flight = None
@@ -228,6 +233,7 @@ class Engine(Drawing, AdapterVerbs, EngineFrontEnd):
         works, eager, rows, pages, warped = wishes.amax(0).tolist()
         if not works:
             return []
+        self.wake_up()
         if self._graphs is not None and not eager:
             self._graphs.least = (rows, pages)
         if batch is not None:

@@ -8,11 +8,10 @@ its block's request goes on writing behind it, so others copy it into a block of
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from math import prod
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.numerics.layout import RecurrentState
+from rlloop.rollout.engine.cache_memory import cache_memory, room_for
 from rlloop.types import ModelInput
 
 
@@ -206,17 +206,25 @@ class PagedCache:
         states: list[dict[str, tuple[int, ...]]] | None = None,
         num_rows: int = 0,
         spare: int = 0,
+        sleeps: bool = False,
     ) -> None:
+        """`sleeps`: `memory` can be given back; on a CPU it always can. Raises `ConfigError` where it does not fit."""
         self.spare, self.spare_row = num_slots, num_rows
         num_slots, num_rows = num_slots + spare, num_rows + (spare > 0)
-        self.stores = [
-            {name: _zeros((num_slots, *shape), dtype, device) for name, shape in layer.items()} for layer in spec
-        ]
+        kinds = [(num_slots, dtype, spec), (num_rows, torch.float32, states or [])]
+        self.memory, zeros = None, partial(torch.zeros, device=device)
+        if sleeps or device.type == "cpu":
+            size = sum(room_for((count, *shape), kind) for count, kind, layers in kinds for shape in _shapes(layers))
+            try:
+                self.memory = cache_memory(size, device)
+            except ConfigError as error:
+                raise ConfigError(f"a key-value cache of {num_slots:,} tokens: {error}") from error
+            zeros = self.memory.zeros
+        self.stores, self.states = (
+            [{name: zeros((count, *shape), dtype=kind) for name, shape in layer.items()} for layer in layers]
+            for count, kind, layers in kinds
+        )
         self.slots = torch.empty(0, dtype=torch.int64, device=device)
-        self.states = [
-            {name: _zeros((num_rows, *shape), torch.float32, device) for name, shape in layer.items()}
-            for layer in states or []
-        ]
         self.rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def carried(self, layer: int, name: str) -> RecurrentState:
@@ -264,29 +272,8 @@ def slots_of_copies(copies: Sequence[tuple[int, int, int]], page_size: int) -> t
 
 
 def bytes_per_token(spec: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> int:
-    return sum(prod(shape) for layer in spec for shape in layer.values()) * dtype.itemsize
+    return sum(prod(shape) for shape in _shapes(spec)) * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Fresh anonymous pages are zero and cost nothing until they are written, so a large cache starts at once. Zeros
-    # matter: a kernel may multiply a masked slot by 0, and 0 x NaN is NaN.
-    count = prod(shape)
-    try:
-        memory = _fresh_memory(count * dtype.itemsize)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"a key-value cache of {shape[0]:,} tokens does not fit in memory: {error}; lower max_cache_tokens (or "
-            "page_size, which it has at least)"
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-
-
-def _fresh_memory(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+def _shapes(layers: list[dict[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    return [shape for layer in layers for shape in layer.values()]

@@ -14,7 +14,7 @@ from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
-from rlloop.training.memory import layouts, predict
+from rlloop.training.memory import GIB, layouts, predict
 from tests.support.ranks import run_ranks
 from tests.support.tiny_run import make_model
 
@@ -143,6 +143,23 @@ def test_activations_that_wait_on_the_host(tmp_path, capsys):
     arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory", "8", "--offload-activations"]
     assert main(arguments) == 0
     assert "trainer.checkpoint_offload=true: what is kept of a micro-batch's layers" in capsys.readouterr().out
+
+
+def test_of_a_cache_that_sleeps_and_of_an_update_the_larger_counts(tmp_path, capsys):
+    make_model(tmp_path)
+    config = read_config(tmp_path / "model")
+    for tokens in (64, 1 << 22):
+        both, turns = (predict(config, Layout(), torch.bfloat16, tokens, sleeps=sleeps) for sleeps in (False, True))
+        assert both.parts == turns.parts
+        update = sum(both.parts[name] for name in ("gradients", "kept", "activations"))
+        assert (update > both.parts["cache"]) == (tokens > 64)
+        assert turns.total == both.total - min(update, both.parts["cache"]) < both.total
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory"]
+    assert main([*arguments, "8"]) == 0
+    assert f"one rank: {predict(config, Layout(), torch.bfloat16, 16384, sleeps=True).total / GIB:.1f}" in (
+        printed := capsys.readouterr().out
+    )
+    assert "rollout.sleep: the engine gives its cache back while the trainer works" in printed
 
 
 def test_inner_activations_of_a_long_sequence_are_those_of_a_block_of_rows(tmp_path):

@@ -15,6 +15,7 @@ from rlloop.cli.train import _make_jobs
 from rlloop.errors import ConfigError
 from rlloop.launch import ray_actors, rehearsal, run
 from rlloop.launch.compose import build, compose_recipe
+from rlloop.launch.layouts import Machine
 from rlloop.launch.prepare import prepare
 from rlloop.models.config import parse_config, read_config
 from rlloop.protocols import MakesModel
@@ -86,6 +87,10 @@ class Leading:
     """Rank 0 of torchrun, up to the refusal."""
 
     here: SimpleNamespace
+    others: tuple[Machine, ...] = ()
+
+    def machines(self):
+        return [Machine(0, "first", 0, self.here.neighbours, 2), *self.others]
 
     def parts(self, *args):
         raise AssertionError("the run went on")
@@ -95,7 +100,11 @@ class Leading:
     ("layout", "here", "said"),
     [
         ("trainer.layout.tp=8", 8, "tp is 8, and ranks split layers of 4 heads; set trainer.layout.tp=4"),
-        ("trainer.layout.dp_shard=4 device=cuda", 4, "4 processes on this machine, which has 2 GPUs, and each takes"),
+        (
+            "trainer.layout.dp_shard=4 device=cuda",
+            4,
+            r"4 processes on first \(rank 0 has index 0\), which has 2",
+        ),
         ("trainer.layout.tp=8 device=cuda", 2, "tp is 8"),  # on four machines of two GPUs
         ("trainer.layout.tp=8 device=cuda", None, "tp is 8"),
     ],
@@ -104,6 +113,26 @@ def test_torchruns_ranks_are_refused_alike(layout, here, said, monkeypatch):
     monkeypatch.setattr("rlloop.launch.prepare.usable_device", lambda name: None)
     [job] = _make_jobs("countdown", [("", ["run.dir=run", *layout.split()])])
     leader = Leading(SimpleNamespace(size=job.config.world.size, neighbours=here))
+    with pytest.raises(ConfigError, match=said):
+        run.train(job, Console(quiet=True), leader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            Machine(3, "second", 1, 2, 1),
+            r"2 processes on second \(rank 3 has index 1\), which has 1 GPU, and",
+        ),
+        (Machine(2, "second", 0, 2, 0), "2 processes on second .*, which has 0 GPUs, .* --nproc-per-node 1 there"),
+        (Machine(3, "second", 1, None, 1), "more processes on second"),
+        (Machine(3, "second", 1, 2, 2), "tp is 8"),
+    ],
+)
+def test_torchruns_other_machines_are_named(other, said, monkeypatch):
+    monkeypatch.setattr("rlloop.launch.prepare.usable_device", lambda name: None)
+    [job] = _make_jobs("countdown", [("", ["run.dir=run", "device=cuda", "trainer.layout.tp=8"])])
+    leader = Leading(SimpleNamespace(size=8, neighbours=2), (other,))
     with pytest.raises(ConfigError, match=said):
         run.train(job, Console(quiet=True), leader)  # type: ignore[arg-type]
 

@@ -36,14 +36,13 @@ def test_what_is_allowed():
         (RolloutConfig(engine=STOCK), {}, "parity.mode=require refuses"),
         (RolloutConfig(engine=STOCK, top_p=0.9), {"parity": OBSERVE}, "at the edge is impossible for the trainer"),
         (RolloutConfig(engine=EXACT, drift=DriftConfig(weights="fp8")), {"parity": OBSERVE}, "for the embedded engine"),
-        (RolloutConfig(sleep=True), {}, "rollout.sleep is for rollout.engine=vllm"),
         (RolloutConfig(engine=EXACT), {"fleet": FleetConfig(FleetKind.regions)}, "rlloop serve engine --engine vllm"),
         (
             RolloutConfig(engine=OWN),
             {"fleet": FleetConfig(FleetKind.regions)},
             "=mine.engine is an engine of this process",
         ),
-        (RolloutConfig(engine=OWN, sleep=True), {}, "rollout.sleep is for rollout.engine=vllm"),
+        (RolloutConfig(engine=OWN, sleep=True), {}, "rollout.sleep is for rollout.engine=embedded, vllm"),
         (
             RolloutConfig(engine=OWN, drift=DriftConfig(weights="fp8")),
             {"parity": OBSERVE},

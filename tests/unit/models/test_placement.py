@@ -20,6 +20,7 @@ EXPERTS = parse_config(
         "architectures": ["Qwen3MoeForCausalLM"],
     }
 )
+FEW = replace(EXPERTS, mixture=replace(EXPERTS.mixture, num_experts=3))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,9 @@ EXPERTS = parse_config(
         (DENSE, {"cp": 5}, "cp is 5, and ranks split layers of 4 heads", {"cp": 4}),
         (DENSE, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4}),
         (EXPERTS, {"dp_shard": 8, "ep": 8}, "ep is 8, and there are 6 experts", {"ep": 4}),
+        (FEW, {"tp": 4}, "tp is 4, and its ranks divide 3 experts", {"ep": 2}),
+        (FEW, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4, "ep": 2}),
+        (replace(FEW, mixture=replace(FEW.mixture, num_experts=2)), {"tp": 3}, "ranks divide 2 experts", {"tp": 2}),
         (EXPERTS, {"dp_shard": 3, "cp": 2, "ep": 3}, "ep is 3, which neither divides tp", {"ep": 2}),
         (EXPERTS, {"cp": 8, "ep": 8, "pp": 4}, "pp is 4", {"pp": 2, "cp": 4, "ep": 4}),
         (EXPERTS, {"cp": 2, "tp": 2}, "both split heads", {"cp": 1}),

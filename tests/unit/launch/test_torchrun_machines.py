@@ -1,0 +1,46 @@
+"""Each rank of torchrun says where it runs before anything is loaded, and rank 0 waits for that."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from rlloop.launch import torchrun
+from rlloop.launch.layouts import Machine
+from rlloop.launch.torchrun import Leader, Torchrun, follow
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(signal, "signal", lambda *args: None)  # `follow` is a process's main thread elsewhere
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    return f"tcp://127.0.0.1:{port}/attempt-0"
+
+
+def test_rank_0_knows_every_ranks_machine(address: str) -> None:
+    codes: list[int] = []
+    with Leader(Torchrun(0, 3, 0, 1, address)) as leader:
+        ranks = [
+            threading.Thread(target=lambda rank=rank: codes.append(follow(Torchrun(rank, 3, rank - 1, 2, address))))
+            for rank in (1, 2)
+        ]
+        for each in ranks:
+            each.start()
+        host = socket.gethostname()
+        assert leader.machines() == [Machine(0, host, 0, 1, 3), Machine(1, host, 0, 2, 3), Machine(2, host, 1, 2, 3)]
+    for each in ranks:
+        each.join(20)
+    assert codes == [0, 0]
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "STARTING", timedelta(seconds=0.2))
+    with Leader(Torchrun(0, 2, 0, None, address)) as leader:
+        assert [each.rank for each in leader.machines()] == [0]
