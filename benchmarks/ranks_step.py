@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def sampler(setting: Setting, folder: Path, sampled: Path) -> Callable[[int], No
 
 def child(what: str, setting: Setting, folder: Path) -> None:
     """Answers each line on stdin, a step's index; all ranks read the same."""
+    from rlloop.launch.garbage import collect_rarely
     from rlloop.parallel.start import process_group
 
     def serve(run: Callable[[int], Any]) -> None:
@@ -170,7 +172,9 @@ def child(what: str, setting: Setting, folder: Path) -> None:
     if what == "vllm":
         serve(sampler(setting, folder, folder))
         return
-    with process_group(setting.device, f"file://{folder}/{what}-{setting.size}", setting.rank, setting.size):
+    address = f"file://{folder}/{what}-{setting.size}"
+    with ExitStack() as stack, process_group(setting.device, address, setting.rank, setting.size):
+        collect_rarely(stack)
         serve(ours(setting) if what == "rlloop" else theirs(setting, folder))
 
 
