@@ -11,7 +11,9 @@ requests of 128 tokens in and 256 out for each GPU, with logprobs. `--layers`: a
   their own, which stay on the GPUs together. vLLM is not even sent the new weights, which helps, and its requests have
   no seeds, which is its faster way.
 
-Both learn from the same number of tokens, in micro-batches of at most 16,384. Medians of five steps, after four.
+Both learn from the same number of tokens, in micro-batches of 32 sequences, so that every GPU has as many. Medians of
+five steps, after four. Of our side's steps the parts are printed: sampling (of the slowest rank as well), exchange of
+what was sampled, which waits for that rank, gradients, and the update of the weights.
 `--tiny` runs toys on CPUs without the peer, which shows that the script works and measures nothing.
 """
 
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,10 @@ from ranks_train import Setting, our_model, peer_model
 from results_schema import Figure, report, table
 
 REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
-BUDGET, WARM, STEPS, LR = 16384, 4, 5, 1e-6
+BUDGET, WARM, STEPS, LR = 32 * (PROMPT + NEW), 4, 5, 1e-6
 VLLM_CACHE_BYTES = 10 << 30  # of keys and values on each GPU: all requests at once, with room to spare
-Step = Callable[[int], tuple[int, int]]  # returns how many logprobs the trainer made, and how many differ
+Answer = dict[str, Any]  # how many logprobs the trainer `compared`, how many `differ`, and `seconds` by part
+Step = Callable[[int], Answer]  # of a step's index
 
 
 class Work:
@@ -44,7 +48,7 @@ class Work:
 
     def __init__(self, setting: Setting) -> None:
         count, self.prompt, self.new = (3, 9, 7) if setting.tiny else (REQUESTS, PROMPT, NEW)
-        self.count = count * setting.size
+        self.own, self.count = count, count * setting.size
         self.mine = slice(setting.rank * count, (setting.rank + 1) * count)
         self.vocab = setting.config["vocab_size"]
         self.advantages = np.random.default_rng(1).normal(size=self.count).astype(np.float32)
@@ -61,16 +65,25 @@ def ours(setting: Setting) -> Step:
 
     work, model = Work(setting), our_model(setting)
     length = work.prompt + work.new
-    engine = rlloop.Engine(model, max_cache_tokens=work.count * 2 * length)
+    engine = rlloop.Engine(model, max_cache_tokens=work.own * 2 * length)
     trainer = Trainer(model, TrainerConfig(lr=LR, max_batch_tokens=BUDGET, checkpoint_layers="all"))
     ranks = model.context.ranks("dp_shard")
 
-    def run(index: int) -> tuple[int, int]:
+    def run(index: int) -> Answer:
+        seconds, begin = dict[str, float](), time.perf_counter()
+
+        def done(part: str) -> None:
+            if setting.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[part] = time.perf_counter() - begin - sum(seconds.values())
+
         numbers = range(work.count)[work.mine]
         sampling = [rlloop.SamplingParams(work.new, seed=1000 * index + i, ignore_eos=True) for i in numbers]
         made = engine.generate(work.prompts(index)[work.mine], sampling)
+        done("sampling")
         kept = [([*each.prompt_ids, *each.token_ids], each.logprobs) for each in made]
         everything = [each for share in ranks.gather_objects(kept) for each in share]
+        done("exchange")
         batch = [
             TrainSequence(
                 token_ids=ids, predict=range(work.prompt, length), rollout_logprobs=logprobs,
@@ -79,10 +92,16 @@ def ours(setting: Setting) -> Step:
             for (ids, logprobs), advantage in zip(everything, work.advantages, strict=True)
         ]  # fmt: skip
         result = trainer.forward_backward(batch, get_loss("grpo"))
+        done("gradients")
         trainer.optim_step()
         engine.set_version(index + 1)
+        done("update")
         pairs = list(zip(result.logprobs, (logprobs for _, logprobs in everything), strict=True))
-        return sum(len(one) for one, _ in pairs), sum(int((one != other).sum()) for one, other in pairs)
+        return {
+            "compared": sum(len(one) for one, _ in pairs),
+            "differ": sum(int((one != other).sum()) for one, other in pairs),
+            "seconds": seconds,
+        }
 
     return run
 
@@ -138,6 +157,7 @@ def sampler(setting: Setting, folder: Path, sampled: Path) -> Callable[[int], No
 
 def child(what: str, setting: Setting, folder: Path) -> None:
     """Answers each line on stdin, a step's index; all ranks read the same."""
+    from rlloop.launch.garbage import collect_rarely
     from rlloop.parallel.start import process_group
 
     def serve(run: Callable[[int], Any]) -> None:
@@ -152,7 +172,9 @@ def child(what: str, setting: Setting, folder: Path) -> None:
     if what == "vllm":
         serve(sampler(setting, folder, folder))
         return
-    with process_group(setting.device, f"file://{folder}/{what}-{setting.size}", setting.rank, setting.size):
+    address = f"file://{folder}/{what}-{setting.size}"
+    with ExitStack() as stack, process_group(setting.device, address, setting.rank, setting.size):
+        collect_rarely(stack)
         serve(ours(setting) if what == "rlloop" else theirs(setting, folder))
 
 
@@ -178,6 +200,13 @@ class Processes:
             process.close()
 
 
+def split_of(answers: list[Answer]) -> str:
+    """Seconds of the first rank by part, and the slowest rank's sampling."""
+    seconds = [each["seconds"] for each in answers]
+    slowest = max(each["sampling"] for each in seconds)
+    return ", ".join(f"{part} {taken:.3f}" for part, taken in seconds[0].items()) + f"; slowest sampling {slowest:.3f}"
+
+
 def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float], list[Any]]:
     """Seconds of each step that counts, and what the last part's ranks answered in it."""
     with tempfile.TemporaryDirectory() as place:
@@ -197,7 +226,8 @@ def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float]
                     marks.append(time.perf_counter())
                 seconds.append(marks[-1] - begin)
                 split = ", ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(marks))
-                print(f"{name}, {setting.size} GPUs, step {index}: {split} s", file=sys.stderr, flush=True)
+                split += f" s: {split_of(found)}" if parts == ["rlloop"] else " s"
+                print(f"{name}, {setting.size} GPUs, step {index}: {split}", file=sys.stderr, flush=True)
         finally:
             for side in sides:
                 side.close()
@@ -231,7 +261,7 @@ def main() -> None:
 
 
 def figures_of(
-    setting: Setting, alone: Setting, mine: list[float], one: list[float], peer: list[float] | None, answer: list[int]
+    setting: Setting, alone: Setting, mine: list[float], one: list[float], peer: list[float] | None, answer: Answer
 ) -> list[Figure]:
     work = Work(setting)
     shape = f"8B shape ({setting.config['num_hidden_layers']} layers), {setting.size} GPUs"
@@ -248,8 +278,8 @@ def figures_of(
         Figure.of_rounds(
             f"weak scaling of an {title}", "new tokens/s a GPU", weak[0], "itself on 1 GPU", weak[1], aim=0.9
         ),
-        Figure(name=f"{title}: logprobs compared", unit="", value=answer[0]),
-        Figure(name=f"{title}: logprobs that differ", unit="", value=answer[1]),
+        Figure(name=f"{title}: logprobs compared", unit="", value=answer["compared"]),
+        Figure(name=f"{title}: logprobs that differ", unit="", value=answer["differ"]),
     ]
 
 

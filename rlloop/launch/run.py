@@ -5,7 +5,6 @@ Invalid runs are refused before anything slow starts.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -21,6 +20,7 @@ from rlloop.config.fleet import FleetKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
+from rlloop.launch.garbage import collect_rarely
 from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.local import local_parts
@@ -211,19 +211,10 @@ def _drive(
             stack.callback(timeline.close)
             progress.note(f"the second to fourth step are traced: {timeline.file}, for ui.perfetto.dev")
         callbacks.start()
-        _collect_rarely(stack)
+        collect_rarely(stack)
         with interrupts.held_back():
             last = loop.run(start, lambda: interrupts.asked() or callbacks.reason is not None)
     return last >= config.trainer.num_steps
-
-
-def _collect_rarely(stack: ExitStack) -> None:
-    """Leave what start-up made out of garbage collections, and collect after 20,000 new objects
-    instead of 700: a step makes tens of thousands, nearly all of them freed without a collection."""
-    stack.callback(gc.set_threshold, *gc.get_threshold())
-    gc.set_threshold(20_000, *gc.get_threshold()[1:])
-    gc.freeze()
-    stack.callback(gc.unfreeze)
 
 
 def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.garbage import collect_rarely
 from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
@@ -194,6 +195,7 @@ class Rank:
         self.process = ExitStack()
         device = usable_device(config.device)
         if place.size > 1:
+            collect_rarely(self.process)
             device = place.device(device.type)
             self.process.enter_context(reported(meet(place.address), place.rank))  # also while others are waited for
             self.process.enter_context(process_group(device, place.address, place.rank, place.size))

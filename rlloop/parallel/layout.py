@@ -43,6 +43,11 @@ class Layout:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
+    def layers_alone(self) -> bool:
+        """True if a rank computes its layers without the others, which it meets in gradients and weights."""
+        return self.cp == self.tp == self.ep == 1
+
+    @property
     def expert_leaves(self) -> int:
         """Ranks along dp_shard that share one set of experts: so many micro-batches meet there at a time."""
         return max(1, self.ep // (self.cp * self.tp))

@@ -23,7 +23,7 @@ from rlloop.numerics.tree import TreeSum
 from rlloop.parallel.collectives import BUCKET, buckets
 from rlloop.trainer.shard import Shard
 
-IN_FLIGHT = 1 << 30  # bytes of gradients in flight on a GPU before the backward waits for the network
+IN_FLIGHT = 1 << 30  # bytes of gradients in flight on a GPU, above which the backward waits for the network
 
 
 class GradientSum:
@@ -62,6 +62,7 @@ class GradientSum:
 
     def clear(self) -> None:
         """Drop all micro-batches so far."""
+        self._land()
         self._trees = {use: TreeSum() for use in self._uses}
         self._present: set[str] = set()
 
@@ -79,14 +80,12 @@ class GradientSum:
         if work is not None:
             self._run(work)
         self._send(missing=True)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._model.context.device).wait_stream(self._stream)
-            self._in_flight.clear()
 
     def totals(self) -> dict[str, Tensor | None]:
         """By name the gradient's rows that this rank owns, float32 or wider; None for a parameter that no micro-batch
         reached. Ends the sums. Collective along dp."""
         reached = [use in self._present for use in self._uses]
+        self._land()
         flags = torch.tensor(reached, dtype=torch.bool, device=self._model.context.device)
         reached = self._ranks.gather(flags).view(self._ranks.size, len(flags)).any(0).tolist()
         sums = {use: self._trees[use].total() if one else None for use, one in zip(self._uses, reached, strict=True)}
@@ -231,14 +230,22 @@ class GradientSum:
         for leaf in leaves[: self._leaves]:
             tree.push(leaf, borrowed=True)
 
+    def _land(self) -> None:
+        """Wait, on the device, for gradients in flight. The next round begins without that: its forward hides the end
+        of this one's exchange."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._in_flight.clear()
+
     def _add_beside(self, stream: torch.cuda.Stream, uses: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-        """`_add` on a stream beside the backward's, which waits for it once `IN_FLIGHT` bytes are in flight."""
+        """`_add` on a stream beside the backward's, which waits for older ones while more than `IN_FLIGHT` bytes are in
+        flight; never for the latest, since a vocabulary's gradient alone may be larger."""
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._add(uses, gradients)
             done = stream.record_event()
         self._in_flight += [(done, gradient) for gradient in gradients if gradient is not None]
-        while sum(tensor.nbytes for _, tensor in self._in_flight) > IN_FLIGHT:
+        while len(self._in_flight) > 1 and sum(tensor.nbytes for _, tensor in self._in_flight) > IN_FLIGHT:
             event, _ = self._in_flight.popleft()
             current.wait_event(event)

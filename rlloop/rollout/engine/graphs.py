@@ -108,12 +108,13 @@ class EngineGraphs:
         self._hidden: Tensor | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         # An indexer reads lengths on the host, and so may implementations of others. Many rows of packed weights are
-        # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Over
-        # ranks it has not been tried.
-        profile, alone = model.ops.profile, model.context.layout.world_size == 1
+        # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Where
+        # ranks compute a step together it has not been tried.
+        profile, layout = model.ops.profile, model.context.layout
+        self._alone = layout.layers_alone and layout.pp == 1
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
         self._packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
-        self._records_prompts = own and alone and not self._packed and model.indexed_layers() == 0
+        self._records_prompts = own and self._alone and not self._packed and model.indexed_layers() == 0
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -194,9 +195,9 @@ class EngineGraphs:
     def prepare(self, most: int) -> int:
         """Record the steps of up to `most` requests with at most `LEAST_TOKENS` tokens each; returns their number.
 
-        Not over ranks, where all would have to take part. What does not fit into memory is left out.
+        Not where ranks compute a step together: all would have to take part. What does not fit into memory is left out.
         """
-        if self._model.context.layout.world_size > 1:
+        if not self._alone:
             return 0
         most = min(most, PREPARED[1]) if self._packed else most  # beyond, graphs keep weights that are unpacked
         try:

@@ -16,6 +16,11 @@ def test_the_world_is_the_product_of_all_axes_but_the_experts() -> None:
     assert Layout(dp_replicate=2, dp_shard=3, cp=5, tp=7, pp=11, ep=21).world_size == 2 * 3 * 5 * 7 * 11
 
 
+def test_ranks_meet_in_layers_where_they_split_tokens_products_or_experts() -> None:
+    assert Layout(dp_replicate=2, dp_shard=2, pp=2).layers_alone
+    assert not any(layout.layers_alone for layout in (Layout(cp=2), Layout(tp=2), Layout(dp_shard=2, ep=2)))
+
+
 @pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"])
 @pytest.mark.parametrize("degree", [0, -1, 1.0, True])
 def test_degrees_are_whole_numbers_from_one_on(name: str, degree: int) -> None:

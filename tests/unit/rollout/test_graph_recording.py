@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rlloop.models import load_model
+from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import EngineGraphs, _Form
 from rlloop.rollout.engine.leader import LeadingEngine
@@ -71,3 +73,16 @@ def test_a_closed_engine_has_no_graphs(engine: Engine) -> None:
     assert engine._graphs._recorded
     engine.close()
     assert not engine._graphs._recorded
+
+
+@pytest.mark.parametrize(("degrees", "records"), [({"dp_shard": 2}, True), ({"tp": 2}, False), ({"pp": 2}, False)])
+def test_ranks_that_share_no_step_record_as_one_does(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], records: bool
+) -> None:
+    engine.model.context = replace(engine.model.context, layout=Layout(**degrees))
+    graphs = EngineGraphs(engine.model, engine._cache, engine.page_size, None)
+    prepared: list[int] = []
+    monkeypatch.setattr(graphs, "_prepare", prepared.append)
+    graphs.prepare(2)
+    assert prepared == [2] * records
+    assert graphs._records_prompts is records
