@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlloop.models.architecture import ModelConfig
-from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfit, with_experts, without_cp
+from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfit, with_experts
 
 
 def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bool) -> None:
@@ -25,10 +25,6 @@ def _fault(config: ModelConfig, layout: Layout, *, trains: bool) -> Misfit | Non
     if layout.pp > config.num_layers:
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
         return fault, replace(layout, pp=config.num_layers)
-    if layout.cp > 1 and (config.delta is not None or config.mamba is not None):
-        return f"cp is {layout.cp}, and recurrent layers read tokens one after the other", without_cp(layout)
-    if layout.cp > 1 and config.latent is not None and config.latent.indexer is not None:
-        return f"cp is {layout.cp}, and an indexer selects among the tokens of one rank", without_cp(layout)
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):

@@ -64,7 +64,7 @@ def compared(
                 record, choices = RedrawRecord(), []
 
                 def watch(routes: RoutingRecord, _: list[ScoreRow], choices: list[Any] = choices) -> None:
-                    choices.append(routes.chosen())
+                    choices += [routes.chosen(), routes.selected()]
 
                 logprobs, entropy = score(each, rows, record=record, watch=watch)
                 (logprobs.square().sum() + entropy.sum()).backward()
