@@ -20,11 +20,13 @@ def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bo
 
 def _fault(config: ModelConfig, layout: Layout, *, trains: bool) -> Misfit | None:
     """The first rule that a layout violates, and a layout of smaller degrees to try instead."""
-    if config.vision is not None and (layout.world_size > 1 or layout.ep > 1):
-        return f"{config.architecture} reads images, which is not proven over several ranks", Layout()
     if layout.pp > config.num_layers:
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
         return fault, replace(layout, pp=config.num_layers)
+    deep = 0 if config.vision is None else len(config.vision.deepstack)
+    if layout.pp > 1 and config.num_layers // layout.pp < deep:
+        fault = f"pp is {layout.pp}, and a picture's features enter the first {deep} layers, all of the first stage"
+        return fault, replace(layout, pp=max(1, config.num_layers // deep))
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):
