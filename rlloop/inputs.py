@@ -261,12 +261,12 @@ class ModelInput:
 
 
 def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:
-    """The token ids of text prompts, for engines in other processes. Raises `ConfigError` for images or positions."""
+    """The token ids of text prompts, for engines over HTTP. Raises `ConfigError` for images or positions."""
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, ModelInput) and not prompt.is_text:
             raise ConfigError(
-                f"prompt {index} has images or positions of its own, which engines in other processes do not accept: "
-                "set launch=local"
+                f"prompt {index} has images or positions of its own, which engines over HTTP do not accept: set "
+                "launch=local, or launch=ray without fleet=regions"
             )
     return [prompt.token_ids if isinstance(prompt, ModelInput) else prompt for prompt in prompts]
 

@@ -158,6 +158,18 @@ class ActorClient:
         self._fingerprint = await self._call("fingerprint")
 
 
+class _ActorsEngine(PoolEngine):
+    """The engines in actors as one."""
+
+    def __init__(self, pool: EnginePool, fingerprint: dict[str, Any], trainer: Handle) -> None:
+        super().__init__(pool, fingerprint)
+        self._trainer = trainer
+
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray] | None:
+        """Those of the trainer's own engine; None where it cannot be asked."""
+        return self._trainer.call("prefill_logprobs", prompts)()
+
+
 Objection = Callable[[Mapping[str, Any], EngineState], str | None]
 
 
@@ -198,7 +210,7 @@ class ActorPool:
             pool.join(name, REGION)
         # Engines that differ among themselves cannot all agree with the trainer.
         differing = {name: each for name, each in zip(clients, prints, strict=True) if each != first}
-        self.engine = PoolEngine(pool, {**first, "differing_engines": differing} if differing else first)
+        self.engine = _ActorsEngine(pool, {**first, "differing_engines": differing} if differing else first, trainer)
 
     def publish(self, version: int) -> dict[str, float]:
         began = time.perf_counter()
@@ -268,6 +280,9 @@ class RemoteEngine:
         each = list(one_for_each(prompts, sampling))
         return self._handle.call("generate", self.policy_version, prompts, each)()
 
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray] | None:
+        return self._handle.call("prefill_logprobs", prompts)()
+
     def fingerprint(self) -> dict[str, Any]:
         return self._handle.call("fingerprint")()
 
@@ -312,6 +327,9 @@ class RemoteTrainer:
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
         return self._handle.call("recompute", batch)()
+
+    def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
+        return self._handle.call("prompt_logprobs", prompt)()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
         return self._handle.call("reference_kl", batch, kind)()

@@ -257,6 +257,11 @@ class Replica(Rank):
         shares = self.world.gather_objects((slot, completions if first else []))
         return [completion for _, each in sorted(shares, key=lambda pair: pair[0]) for completion in each]
 
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray] | None:
+        """[P - 1] float32 a prompt; None where the engine cannot be asked."""
+        prefill = getattr(self.engine, "prefill_logprobs", None)
+        return None if prefill is None else prefill(prompts)
+
     def apply(self, bundle: Bundle) -> dict[str, float]:
         """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
         return self._sync.apply(bundle)
@@ -320,6 +325,9 @@ class Colocated(Replica):
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
         return self.trainer.recompute(batch)
+
+    def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
+        return self.trainer.prompt_logprobs(prompt)
 
     def remember(self, version: int) -> None:
         """Keep the trainer's weights, now `version`, under `rollout.partial`."""

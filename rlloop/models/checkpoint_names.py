@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOWER = "visual."  # begins the names of a vision tower's weights
 GATE_UP, UP, DOWN = ".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"
 
 KIMI = "KimiK25ForConditionalGeneration"
@@ -35,7 +36,7 @@ RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
         ("model.", "backbone."),
     ),
     "GptOssForCausalLM": ((".mlp.gate.", ".mlp.router."),),
-    **dict.fromkeys(SEEING, (("model.", "model.language_model."), ("visual.", "model.visual."))),
+    **dict.fromkeys(SEEING, (("model.", "model.language_model."), (TOWER, f"model.{TOWER}"))),
     KIMI: (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
 }
 # Likewise for the modules of transformers' model (version 5), where they have other names than in memory.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import IndexerConfig, LatentConfig, ModelConfig
 from rlloop.models.attention import rows_of
-from rlloop.models.context_parallel import spread_attention
+from rlloop.models.context_parallel import own_rows, spread_attention
 from rlloop.models.layers import Linear, Step, Weight
 from rlloop.models.tensor_parallel import cut_attention, cut_head_linear
 from rlloop.numerics.layout import AttentionLayout
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
         if step.context.ranks("cp").size > 1:
             read = spread_attention(
                 lambda q, k, _, layout, chosen: attend(q, k, k[..., : latent.kv_rank], layout, chosen),
-                queries, keys, None, step,
+                queries, keys, None, step, selected,
             )  # fmt: skip
         else:
             read = cut_attention(attend, queries, keys, values, selected, step.layout, heads)
@@ -108,6 +108,10 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
         every = self.num_heads if self.heads is None else self.heads.count
         keys = torch.cat((k_nope, taken(k_rope[:, None].expand(-1, every, -1), self.heads, 1)), dim=-1)
+        if step.context.ranks("cp").size > 1:
+            return spread_attention(
+                lambda q, k, v, layout, _: ops.attention(q, k, v, layout, latent.scale), queries, keys, values, step
+            )
         return ops.attention(queries, keys, values, step.layout, latent.scale)
 
     def _queries(self, x: Tensor, ops: Ops) -> tuple[Tensor | None, Tensor]:
@@ -152,7 +156,12 @@ class Indexer(nn.Module):
         if step.cache is not None:
             (k,) = step.cache.write(self.layer, index_k=k)
         weights = ops.index_weights(x, self.weights_proj.weight) * heads**-0.5
-        return ops.select(q, k, weights, step.layout, self.config.head_dim**-0.5, self.config.top_k)
+        layout, cp = step.layout, step.context.ranks("cp")
+        if cp.size > 1:  # own queries score all keys
+            rows = own_rows(step)
+            begin = sum(rows[: cp.rank])
+            k, layout = cp.gather(k, 0, rows), layout.part(begin, begin + len(q))
+        return ops.select(q, k, weights, layout, self.config.head_dim**-0.5, self.config.top_k)
 
     def _with_rope(self, x: Tensor, step: Step) -> Tensor:
         turned = _rotated(x[..., : self.rope_dim], step, self.config.interleaved)

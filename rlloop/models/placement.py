@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlloop.models.architecture import ModelConfig
-from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfit, with_experts, without_cp
+from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfit, with_experts
 
 
 def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bool) -> None:
@@ -20,15 +20,13 @@ def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bo
 
 def _fault(config: ModelConfig, layout: Layout, *, trains: bool) -> Misfit | None:
     """The first rule that a layout violates, and a layout of smaller degrees to try instead."""
-    if config.vision is not None and (layout.world_size > 1 or layout.ep > 1):
-        return f"{config.architecture} reads images, which is not proven over several ranks", Layout()
     if layout.pp > config.num_layers:
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
         return fault, replace(layout, pp=config.num_layers)
-    if layout.cp > 1 and (config.delta is not None or config.mamba is not None):
-        return f"cp is {layout.cp}, and recurrent layers read tokens one after the other", without_cp(layout)
-    if layout.cp > 1 and config.latent is not None and config.latent.indexer is not None:
-        return f"cp is {layout.cp}, and an indexer selects among the tokens of one rank", without_cp(layout)
+    deep = 0 if config.vision is None else len(config.vision.deepstack)
+    if layout.pp > 1 and config.num_layers // layout.pp < deep:
+        fault = f"pp is {layout.pp}, and a picture's features enter the first {deep} layers, all of the first stage"
+        return fault, replace(layout, pp=max(1, config.num_layers // deep))
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):

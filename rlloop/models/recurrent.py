@@ -8,11 +8,15 @@ token by token, also in training (reasons in `rlloop.numerics.kernels.cpu.compil
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
 from rlloop.models.architecture import DeltaConfig, MambaConfig, ModelConfig
-from rlloop.models.attention import rows_of
+from rlloop.models.context_parallel import all_tokens, own_tokens
 from rlloop.models.layers import Divisions, Linear, Step, Weight
 from rlloop.numerics.layout import RecurrentState
 from rlloop.numerics.operators.parameters import each_row
@@ -21,6 +25,7 @@ from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.division import Division, end_to_end, gathered, heads_over, in_tiles, taken
 
+VALUES, KEYS = 0, 1
 LENGTH_EPS = 1e-6  # epsilon of the L2 norm of queries and keys, whatever `rms_norm_eps` says
 
 
@@ -38,33 +43,77 @@ class Convolution(nn.Module):
     def divisions(self) -> Divisions:
         return {} if self.division is None else {"weight": (0, self.division), "bias": (0, self.division)}
 
-    def forward(self, x: Tensor, step: Step, layer: int) -> Tensor:
-        """[T, C] -> [T, C]"""
-        sums = step.ops.causal_conv(x, self.weight, self.bias, step.layout, _carried(step, layer, "inputs"))
+    def forward(self, x: Tensor, step: Step, layer: int, channels: Division | None = None) -> Tensor:
+        """[T, C] -> [T, C]. `channels`: those of a weight held whole that x has."""
+        weight, bias = _own(self.weight, channels), None if self.bias is None else _own(self.bias, channels)
+        sums = step.ops.causal_conv(x, weight, bias, step.layout, _carried(step, layer, "inputs"))
         return step.ops.silu_mul(sums, torch.ones_like(sums)).to(x.dtype)
 
 
-class _ByHead(nn.Module):
-    """A recurrent layer's per-head parameters, such as `dt_bias` and `A_log`."""
+def _own(x: Tensor, division: Division | None) -> Tensor:
+    return x if division is None else division.take(x, 0)
 
-    def __init__(self, count: int, groups: int, tp: Ranks) -> None:
+
+@dataclass(frozen=True, eq=False)
+class _Channels:
+    """Divisions of a recurrent layer over the ranks of one axis; each is None for one rank."""
+
+    values: Division | None  # heads
+    keys: Division | None  # key heads, each with the heads that read it
+    columns: Division | None  # the heads' outputs
+    mixed: Division | None  # channels of the convolution: three parts, end to end
+    exchanged: Division | None  # these channels and the gates' inputs, end to end
+    widths: tuple[int, ...]  # of the three parts on this rank
+
+
+@lru_cache(maxsize=64)  # a model's layers share them
+def _channels_over(
+    ranks: Ranks, heads: tuple[int, int], widths: tuple[int, int], parts: tuple[int, int, int], gates: int
+) -> _Channels:
+    """`heads` and `widths`: of values and of keys. `parts`: which of the two each part of the convolution has."""
+    whole = tuple(heads[part] * widths[part] for part in parts)
+    divisions = heads_over(*heads, ranks)
+    if divisions is None:
+        return _Channels(None, None, None, None, None, whole)
+    by_part = [divisions[part].times(widths[part]) for part in parts]
+    mixed = end_to_end(by_part)
+    exchanged = end_to_end([mixed, *[divisions[0]] * gates])
+    return _Channels(*divisions, divisions[0].times(widths[0]), mixed, exchanged, tuple(each.size for each in by_part))
+
+
+class _ByHead(nn.Module):
+    """A recurrent layer's per-head parameters, such as `dt_bias` and `A_log`, and its heads over ranks.
+
+    Tensor-parallel ranks have own heads of all tokens. Context-parallel ranks have own tokens and whole weights; they
+    exchange own tokens' channels of all heads for all tokens' channels of own heads, and return the results.
+    """
+
+    def __init__(
+        self, heads: tuple[int, int], widths: tuple[int, int], parts: tuple[int, int, int], gates: int, tp: Ranks
+    ) -> None:
         super().__init__()
-        self.heads = heads_over(count, groups, tp)
-        self.values, self.keys = self.heads or (None, None)
-        held = count if self.values is None else self.values.size
+        self._shape = heads, widths, parts, gates
+        self.channels = _channels_over(tp, *self._shape)
+        held = heads[0] if self.channels.values is None else self.channels.values.size
         self.dt_bias = nn.Parameter(torch.empty(held))
         self.A_log = nn.Parameter(torch.empty(held))
 
     @property
     def divisions(self) -> Divisions:
-        return {} if self.values is None else dict.fromkeys(("dt_bias", "A_log", "D"), (0, self.values))
+        values = self.channels.values
+        return {} if values is None else dict.fromkeys(("dt_bias", "A_log", "D"), (0, values))
+
+    def _spread(self, step: Step) -> _Channels:
+        """This layer over context-parallel ranks."""
+        return _channels_over(step.context.ranks("cp"), *self._shape)
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, step: Step) -> Tensor:
         """`Ops.scan` over this rank's heads. If several ranks read a key head, its gradient is a sum over ranks, so in
         training every rank then computes all heads."""
         states = _carried(step, self.layer, "state")
-        shared = self.keys is not None and self.keys.repeats and torch.is_grad_enabled()
-        keys, values = (self.keys, self.values) if shared else (None, None)
+        keys, values = self.channels.keys, self.channels.values
+        if keys is None or not keys.repeats or not torch.is_grad_enabled():
+            keys = values = None
         q, k = gathered(q, keys, 1), gathered(k, keys, 1)
         v, decay, beta = (gathered(x, values, 1) for x in (v, decay, beta))
         return taken(step.ops.scan(q, k, v, decay, beta, corrects, step.layout, states), values, 1)
@@ -76,34 +125,34 @@ class DeltaNet(_ByHead):
     """Gated delta network: Hugging Face's `linear_attn`."""
 
     def __init__(self, config: ModelConfig, delta: DeltaConfig, layer: int, tp: Ranks) -> None:
-        super().__init__(delta.num_heads, delta.num_key_heads, tp)
+        heads, widths = (delta.num_heads, delta.num_key_heads), (delta.value_dim, delta.key_dim)
+        super().__init__(heads, widths, (KEYS, KEYS, VALUES), 2, tp)
         self.config, self.eps, self.layer = delta, config.rms_norm_eps, layer
-        keys, values = delta.num_key_heads * delta.key_dim, delta.num_heads * delta.value_dim
-        of_keys, self.columns = rows_of(self.keys, delta.key_dim), rows_of(self.values, delta.value_dim)
-        mixed = self.columns and of_keys and end_to_end([of_keys, of_keys, self.columns])
-        self.widths = _widths((keys, keys, values), (of_keys, of_keys, self.columns))
-        self.conv1d = Convolution(2 * keys + values, delta.conv_width, bias=False, division=mixed)
+        keys, values, own = delta.num_key_heads * delta.key_dim, delta.num_heads * delta.value_dim, self.channels
+        self.conv1d = Convolution(2 * keys + values, delta.conv_width, bias=False, division=own.mixed)
         self.norm = Weight(delta.value_dim)
         self.out_proj = Linear(values, config.hidden_size, across=True, rows=in_tiles(config.hidden_size, tp))
-        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values, rows=mixed)
-        self.in_proj_z = Linear(config.hidden_size, values, rows=self.columns)
-        self.in_proj_b = Linear(config.hidden_size, delta.num_heads, rows=self.values)
-        self.in_proj_a = Linear(config.hidden_size, delta.num_heads, rows=self.values)
+        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values, rows=own.mixed)
+        self.in_proj_z = Linear(config.hidden_size, values, rows=own.columns)
+        self.in_proj_b = Linear(config.hidden_size, delta.num_heads, rows=own.values)
+        self.in_proj_a = Linear(config.hidden_size, delta.num_heads, rows=own.values)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        ops, delta = step.ops, self.config
-        mixed = self.conv1d(self.in_proj_qkv(x, ops), step, self.layer)
-        q, k, v = mixed.split(self.widths, dim=-1)
+        ops, delta, own, spread = step.ops, self.config, self.channels, self._spread(step)
+        projected = [each(x, ops) for each in (self.in_proj_qkv, self.in_proj_a, self.in_proj_b)]
+        mixed, a, b = _all_tokens(projected, spread, step)
+        mixed = self.conv1d(mixed, step, self.layer, spread.mixed)
+        q, k, v = mixed.split((own if spread.values is None else spread).widths, dim=-1)
         q, k = (self._unit(tensor.unflatten(-1, (-1, delta.key_dim)), step) for tensor in (q, k))
-        decay, _ = ops.recurrent_gates(self.in_proj_a(x, ops), self.A_log, self.dt_bias)
-        b = self.in_proj_b(x, ops)
+        decay, _ = ops.recurrent_gates(a, _own(self.A_log, spread.values), _own(self.dt_bias, spread.values))
         b = b.to(torch.promote_types(b.dtype, torch.float32))
         beta = ops.sigmoid_mul(b, torch.ones_like(b))
         v = v.unflatten(-1, (-1, delta.value_dim))
         read = self._scan(q * delta.key_dim**-0.5, k, v, decay, beta, True, step).to(x.dtype)
-        every = self.values if torch.is_grad_enabled() else None  # the weight's gradient is a sum over all heads
+        read = own_tokens(read, spread.values, step)
+        every = own.values if torch.is_grad_enabled() else None  # the weight's gradient is a sum over all heads
         normed = taken(ops.rms_norm(gathered(read, every, 1), self.norm.weight, self.eps)[0], every, 1)
-        return self.out_proj.whole(ops.silu_mul(self.in_proj_z(x, ops), normed.flatten(1)), ops, self.columns)
+        return self.out_proj.whole(ops.silu_mul(self.in_proj_z(x, ops), normed.flatten(1)), ops, own.columns)
 
     def _unit(self, x: Tensor, step: Step) -> Tensor:
         """x divided by its L2 norm, in float32: an RMS norm with weight and epsilon scaled accordingly."""
@@ -117,14 +166,12 @@ class Mamba(_ByHead):
     """Mamba-2: Hugging Face's `mixer`."""
 
     def __init__(self, config: ModelConfig, mamba: MambaConfig, layer: int, tp: Ranks) -> None:
-        super().__init__(mamba.num_heads, mamba.num_groups, tp)
+        heads, widths = (mamba.num_heads, mamba.num_groups), (mamba.head_dim, mamba.state_dim)
+        super().__init__(heads, widths, (VALUES, KEYS, KEYS), 1, tp)
         self.config, self.eps, self.layer = mamba, config.rms_norm_eps, layer
-        width, inner = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
-        of_groups, self.columns = rows_of(self.keys, mamba.state_dim), rows_of(self.values, mamba.head_dim)
-        mixed = self.columns and of_groups and end_to_end([self.columns, of_groups, of_groups])
-        rows = self.columns and mixed and self.values and end_to_end([self.columns, mixed, self.values])
-        self.widths = _widths((width, inner, inner), (self.columns, of_groups, of_groups))
-        self.conv1d = Convolution(width + 2 * inner, mamba.conv_width, mamba.conv_bias, division=mixed)
+        width, inner, own = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim, self.channels
+        rows = own.columns and own.exchanged and end_to_end([own.columns, own.exchanged])
+        self.conv1d = Convolution(width + 2 * inner, mamba.conv_width, mamba.conv_bias, division=own.mixed)
         self.in_proj = Linear(config.hidden_size, 2 * width + 2 * inner + mamba.num_heads, mamba.bias, rows=rows)
         self.norm = Weight(width)
         self.D = nn.Parameter(torch.empty(len(self.A_log)))
@@ -133,15 +180,19 @@ class Mamba(_ByHead):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        ops, mamba = step.ops, self.config
-        gate, mixed, dt = self.in_proj(x, ops).split((self.widths[0], sum(self.widths), len(self.A_log)), dim=-1)
-        v, k, q = self.conv1d(mixed, step, self.layer).split(self.widths, dim=-1)
+        ops, mamba, own, spread = step.ops, self.config, self.channels, self._spread(step)
+        gate, *parts = self.in_proj(x, ops).split((own.widths[0], sum(own.widths), len(self.A_log)), dim=-1)
+        mixed, dt = _all_tokens(parts, spread, step)
+        mixed = self.conv1d(mixed, step, self.layer, spread.mixed)
+        v, k, q = mixed.split((own if spread.values is None else spread).widths, dim=-1)
         k, q = (tensor.unflatten(-1, (-1, mamba.state_dim)) for tensor in (k, q))
         v = v.unflatten(-1, (-1, mamba.head_dim))
-        decay, beta = ops.recurrent_gates(dt, self.A_log, self.dt_bias, mamba.least_step)
+        rate, bias, skip = (_own(each, spread.values) for each in (self.A_log, self.dt_bias, self.D))
+        decay, beta = ops.recurrent_gates(dt, rate, bias, mamba.least_step)
         read = self._scan(q, k, v, decay, beta, False, step)
-        read = (read + each_row(self.D.to(read.dtype), len(v))[..., None] * v).flatten(1)
-        gated = gathered(ops.silu_mul(gate.to(read.dtype), read), self.columns)  # a rank may hold part of a group
+        read = read + each_row(skip.to(read.dtype), len(v))[..., None] * v
+        read = own_tokens(read, spread.values, step).flatten(1)
+        gated = gathered(ops.silu_mul(gate.to(read.dtype), read), own.columns)  # a rank may hold part of a group
         gated = gated.unflatten(-1, (mamba.num_groups, -1))
         ones = torch.ones(gated.shape[-1], dtype=gated.dtype, device=x.device)
         normed = ops.rms_norm(gated, ones, self.eps)[0].flatten(1).to(x.dtype)
@@ -152,15 +203,24 @@ def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:
     return None if step.cache is None else step.cache.carried(layer, name)
 
 
-def _widths(whole: tuple[int, ...], divisions: tuple[Division | None, ...]) -> tuple[int, ...]:
-    """This rank's widths of concatenated parts."""
-    return tuple(width if division is None else division.size for width, division in zip(whole, divisions, strict=True))
+def _all_tokens(parts: Sequence[Tensor], spread: _Channels, step: Step) -> Sequence[Tensor]:
+    """Exchange own tokens' channels of the convolution and inputs of the gates, [t, ...] each and of all heads, for all
+    tokens' of own heads. They travel together; without context parallelism they stay."""
+    if spread.exchanged is None or spread.mixed is None or spread.values is None:
+        return parts
+    every = all_tokens(torch.cat(list(parts), dim=-1), spread.exchanged, step)
+    return every.split([spread.mixed.size, *[spread.values.size] * (len(parts) - 1)], dim=-1)
+
+
+def _held(heads: int, groups: int, tp: Ranks) -> tuple[int, int]:
+    """The number of heads, and of key heads, that a tensor-parallel rank has."""
+    divisions = heads_over(heads, groups, tp)
+    return (heads, groups) if divisions is None else (divisions[0].size, divisions[1].size)
 
 
 def delta_states(config: DeltaConfig, context: ParallelContext, ops: Ops) -> dict[str, tuple[int, ...]]:
     """Shapes of the float32 states that one layer keeps for each sequence, by name."""
-    every = config.num_heads, config.num_key_heads
-    heads, keys = _widths(every, _heads(*every, context.tp))
+    heads, keys = _held(config.num_heads, config.num_key_heads, context.tp)
     return {
         "inputs": (config.conv_width - 1, 2 * keys * config.key_dim + heads * config.value_dim),
         "state": ops.scan_state(keys, heads, config.key_dim, config.value_dim, context.device),
@@ -169,13 +229,8 @@ def delta_states(config: DeltaConfig, context: ParallelContext, ops: Ops) -> dic
 
 def mamba_states(config: MambaConfig, context: ParallelContext, ops: Ops) -> dict[str, tuple[int, ...]]:
     """As `delta_states`."""
-    every = config.num_heads, config.num_groups
-    heads, groups = _widths(every, _heads(*every, context.tp))
+    heads, groups = _held(config.num_heads, config.num_groups, context.tp)
     return {
         "inputs": (config.conv_width - 1, heads * config.head_dim + 2 * groups * config.state_dim),
         "state": ops.scan_state(groups, heads, config.state_dim, config.head_dim, context.device),
     }
-
-
-def _heads(count: int, groups: int, tp: Ranks) -> tuple[Division | None, Division | None]:
-    return heads_over(count, groups, tp) or (None, None)

@@ -16,7 +16,7 @@ from rlloop.models.shared_prompts import Pieces, shared_tokens, why_not_shared
 from rlloop.models.transformer import Model
 from rlloop.models.vision import PlacedFeatures, check_images, place_features
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
-from rlloop.parallel.cut import shares
+from rlloop.parallel.cut import share, shares
 from rlloop.parallel.differentiable import gathered
 from rlloop.parallel.progress import tick
 from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
@@ -226,7 +226,10 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
     images = place_features([(model_input, 0, count, 0)], model.see)
     hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device), images=images)
-    logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0].cpu().numpy()
+    cp = model.context.ranks("cp")
+    hidden = cp.gather(hidden, 0, shares(count, cp.size))
+    logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0]
+    logprobs = model.stage.shared(logprobs).cpu().numpy()
     if not top:
         return PromptScores(logprobs)
     at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
@@ -346,7 +349,12 @@ def _images(
     model: Model, rows: Sequence[ScoreRow], lengths: Sequence[int], starts: Sequence[int]
 ) -> PlacedFeatures | None:
     segments = zip((row.model_input for row in rows), [0] * len(rows), lengths, starts, strict=True)
-    return place_features(segments, model.see)
+    cp = model.context.ranks("cp")
+    if cp.size == 1:
+        return place_features(segments, model.see)
+    first, last = share(sum(lengths), cp.size, cp.rank)  # this rank's tokens; it does not see others' images
+    own = ((each, max(begin, first - at), min(end, last - at), max(at, first)) for each, begin, end, at in segments)
+    return place_features(own, model.see)
 
 
 def _positions(rows: Sequence[ScoreRow], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.layers import Step
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
@@ -47,23 +48,22 @@ class Stage:
         if self.whole:
             yield from ((name, whole(name)) for name in names)
             return
-        seen: set[str] = set()
+        sources: dict[str, int] = {}
         for source, theirs in enumerate(self._pipe.gather_objects(list(names))):
-            for name in theirs:
-                if name in seen:
-                    continue
-                seen.add(name)
-                mine = whole(name).contiguous() if source == self._pipe.rank else None
-                kind = self._pipe.broadcast_object(
-                    None if mine is None else (mine.shape, mine.dtype, mine.device.type),  # each rank has its own GPU
-                    source,
-                )
-                yield (
-                    name,
-                    self._pipe.broadcast(
-                        torch.empty(kind[0], dtype=kind[1], device=kind[2]) if mine is None else mine, source
-                    ),
-                )
+            sources |= {name: source for name in theirs if name not in sources}
+        for name in in_order(sources):
+            source = sources[name]
+            mine = whole(name).contiguous() if source == self._pipe.rank else None
+            kind = self._pipe.broadcast_object(
+                None if mine is None else (mine.shape, mine.dtype, mine.device.type),  # each rank has its own GPU
+                source,
+            )
+            yield (
+                name,
+                self._pipe.broadcast(
+                    torch.empty(kind[0], dtype=kind[1], device=kind[2]) if mine is None else mine, source
+                ),
+            )
 
     @property
     def ahead(self) -> int:
@@ -125,6 +125,12 @@ class Stage:
         if not self._selections or layer in self._selections:
             return None
         return max(at for at in self._selections if at < layer)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """All stages' names, one stage's after another's, in the order that they have without a pipeline: a vision tower's,
+    which the first stage has, are last."""
+    return sorted(names, key=lambda name: f".{TOWER}" in f".{name}")
 
 
 class _Received(torch.autograd.Function):

@@ -88,7 +88,8 @@ class Model(nn.Module):
             self.lm_head = None
             if self.model.stage.last and not config.tied:
                 self.lm_head = Weight(held, config.hidden_size)
-            self.visual = None if config.vision is None else Tower(config.vision)
+            first = self.model.stage.first
+            self.visual = Tower(config.vision) if config.vision is not None and first else None
             self.rope = RopeTable(config)
             return
         self.visual = weights_of.visual
@@ -101,7 +102,7 @@ class Model(nn.Module):
             return
         with torch.device("meta"):
             skeleton = Model(config, profile, self.context)
-        self.model, self.lm_head = skeleton.model, skeleton.lm_head
+        self.model, self.lm_head, self.visual = skeleton.model, skeleton.lm_head, skeleton.visual
         state, self._copies = shared_parts(entries_of(self), entries_of(weights_of))
         for name, parameter in self.named_parameters():  # assigned ones take this over: what is frozen stays so
             parameter.requires_grad_(state[name].requires_grad)
@@ -329,7 +330,7 @@ class Model(nn.Module):
         (`AttentionLayout.of_sequences`). `routes` records the experts of each token, or holds those to replay.
         `even`: each rank of the layout has as many tokens; then no size has to be known on the host (CUDA graphs).
         `adapters` says which adapter each token has, in this forward; None: all have the model's own, if it has one.
-        `images`: features (`see`) in place of tokens; not over several ranks. `read` [R] int64: of these tokens alone,
+        `images`: features (`see`) in place of tokens. `read` [R] int64: of these tokens alone,
         -> [R, D]; the last layer's MLP is not made for others where it is dense. Not of context-parallel ranks.
 
         Positions are [T], or [3, T] of a model whose rope has sections (MRoPE). Raises `ConfigError` for others.
@@ -355,6 +356,7 @@ class Model(nn.Module):
             step = replace(
                 step, positions=positions[begin:end], routes=None if routes is None else routes.own(begin, end)
             )
+            images = None if images is None else images.part(begin, end)
         if self.stage.first:
             delta, stream = embedding(tokens, self._embedding), None
             if images is not None:
@@ -383,8 +385,13 @@ class Model(nn.Module):
 
     def see(self, images: Sequence[Image]) -> list[Tensor]:
         """Features [1 + L, F, D] of each image: embeddings, then what the first L layers add. Differentiable where the
-        tower trains."""
-        assert self.visual is not None, "check_images refuses images for a text model"
+        tower trains. Every rank has the whole tower, but for later stages of a pipeline, which add nothing: [0, F, D].
+        """
+        vision = self.config.vision
+        assert vision is not None, "check_images refuses images for a text model"
+        if self.visual is None:
+            counts = [image.shape[0] // vision.merge_size**2 for image in images]
+            return [torch.empty(0, count, vision.out_size, dtype=self.dtype, device=self.device) for count in counts]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.visual.trains):
             return self.visual(images, self.ops.with_adapters(None), self._recompute.run)
 

@@ -34,6 +34,11 @@ class PlacedFeatures:
     rows: Tensor  # [N] int64
     features: Tensor  # [1 + L, N, D]: embeddings, then what the decoder's first L layers add
 
+    def part(self, begin: int, end: int) -> PlacedFeatures | None:
+        """Those of the flat tokens `begin` up to `end`, placed among these; None without any."""
+        here = (self.rows >= begin) & (self.rows < end)
+        return PlacedFeatures(self.rows[here] - begin, self.features[:, here]) if here.any() else None
+
     def embedded(self, stream: Tensor) -> Tensor:
         return stream.index_copy(0, self.rows, self.features[0])
 

@@ -37,6 +37,11 @@ class AttentionLayout:
     decoding: int = 0
 
     @cached_property
+    def tokens(self) -> int:
+        """The number of query tokens, T."""
+        return int(self.query_start[-1])
+
+    @cached_property
     def sequences(self) -> torch.Tensor:
         """The sequence that each query token belongs to. [T] int64"""
         counts = self.query_start.diff()
@@ -104,6 +109,16 @@ class AttentionLayout:
                     block_start=self.block_start[:count], decoding=0),
             replace(self, query_start=start[count:] - count, context=self.context[count:],
                     block_start=self.block_start[count:], decoding=0),
+        )  # fmt: skip
+
+    def part(self, begin: int, end: int) -> AttentionLayout:
+        """The query tokens `begin` up to `end` alone, whose keys lie where they are; without gradients."""
+        start = self.query_start.clamp(begin, end)
+        counts, context = start.diff(), self.context + start[:-1] - self.query_start[:-1]
+        some = counts > 0
+        return AttentionLayout(
+            query_start=torch.cat((start.new_zeros(1), counts[some].cumsum(0))), context=context[some],
+            block_start=self.block_start[some], block_size=self.block_size, contiguous=False,
         )  # fmt: skip
 
     def family_lengths(self) -> list[list[int]]:

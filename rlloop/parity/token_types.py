@@ -65,4 +65,5 @@ def compare_first_prompt(engine: Any, trainer: Any, prompts: list[ModelInput]) -
     prompt = next((each for each in prompts if each.images), None)
     if prefill is None or score is None or prompt is None:
         return None
-    return compare_prompt(prompt, prefill([prompt])[0], score(prompt))
+    sampled = prefill([prompt])
+    return None if sampled is None else compare_prompt(prompt, sampled[0], score(prompt))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import Model, read_state
-from rlloop.models.checkpoint_names import EMBEDDING
+from rlloop.models.checkpoint_names import EMBEDDING, TOWER
 from rlloop.models.experts import Experts
 from rlloop.models.fp8 import is_quantised
 from rlloop.models.parameters import ParameterStore
@@ -46,7 +46,7 @@ class MasterWeights:
         if shard_layers and is_quantised(model):
             raise ConfigError("trainer.shard=parameters is not for quantize=fp8, whose blocks are whole; use optimizer")
         self.parameters = ParameterStore(model)
-        self.stage, self.device = model.stage, model.context.device
+        self.stage, self.device, self._sees = model.stage, model.context.device, model.config.vision is not None
         self._context, self._ranks = model.context, model.context.ranks("dp_shard")
         trained = {name: entry for name, entry in self.parameters.entries.items() if entry.trains}
         owners = {name: self._owners(model, name) for name in trained}
@@ -152,8 +152,12 @@ class MasterWeights:
                 squares[name] = division.ordered(rows, 0).flatten()
         if not self.stage.first:
             squares.pop(EMBEDDING, None)  # a tied weight counts on the first stage
-        own = torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *squares.values()])
-        return float(tree_sum(self.stage.joined(own)).sqrt())
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
+        parts = [list(squares.values())]
+        if self._sees:  # the tower is last, also where its stage is the first
+            tower = [squares.pop(name) for name in list(squares) if name.startswith(TOWER)]
+            parts = [list(squares.values()), tower]
+        return float(tree_sum(torch.cat([self.stage.joined(torch.cat([nothing, *each])) for each in parts])).sqrt())
 
     def clip_gradient(self, limit: float, norm: float) -> None:
         """Scale a gradient of norm `norm` down to `limit`."""

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models.safetensors_io import write_tensors
+from rlloop.models.stages import in_order
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.offload import BlockStream, HostMemory
 from rlloop.trainer.shard import VECTOR, Shard
@@ -108,6 +109,7 @@ class ShardedAdamW:
                 **{f"{key}.{name}": (shard.flat.dtype, shape) for key in MOMENTS},
             }
         entries = {name: entry for stage_own in stage.gather_objects(own) for name, entry in stage_own.items()}
+        entries = {name: entries[name] for name in in_order(entries)}
         tensors = (tensor for _, tensor in stage.all(own, whole))
         if writes:
             write_tensors(folder / FILE, entries, tensors)

@@ -344,7 +344,10 @@ class Trainer:
 
     def _short(self, step: StepBatch) -> Tensor:
         """The forward of a rank without a micro-batch where layers are sharded: it meets the others at each."""
-        return score(self.model, [ScoreRow(step.rows[0].token_ids[:2], [1])])[0]
+        vision = self.model.config.vision
+        placeholders = () if vision is None else vision.placeholders.values()
+        token = next(each for each in step.rows[0].token_ids if each not in placeholders)  # others need an image
+        return score(self.model, [ScoreRow([token, token], [1])])[0]
 
     def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights whole, one at a time, in the compute type, for engines that hold other parts of them.

@@ -293,7 +293,7 @@ def test_a_new_model_reads_images(folder: Path) -> None:
     assert token_logprobs(made, inputs()[:1])[0].isfinite().all()
 
 
-def test_prompts_with_images_go_to_no_other_process() -> None:
+def test_prompts_with_images_do_not_go_over_http() -> None:
     assert ids_alone([[5, 6], ModelInput([7])]) == [[5, 6], [7]]
     with pytest.raises(ConfigError, match="prompt 1 has images"):
         ids_alone([[5], prompt_with(TEXT, image(2, 2))])
@@ -304,10 +304,11 @@ def test_adapters_are_the_decoders_alone(model: Model) -> None:
     assert not any(name.startswith("visual.") for name in model.adapter_targets())
 
 
-def test_several_ranks_are_refused(model: Model) -> None:
-    for layout in (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2)):
-        with pytest.raises(ConfigError, match="reads images, which is not proven over several ranks"):
-            check_placement(model.config, layout, "trainer.layout", trains=True)
+def test_a_pipelines_first_stage_has_the_layers_that_features_enter(model: Model) -> None:
+    for layout in (Layout(dp_shard=2), Layout(tp=2), Layout(cp=2)):
+        check_placement(model.config, layout, "trainer.layout", trains=True)
+    with pytest.raises(ConfigError, match=r"features enter the first 2 layers, .*set trainer.layout.pp=1"):
+        check_placement(model.config, Layout(pp=2), "trainer.layout", trains=True)
 
 
 def test_a_recurrent_models_prompt_is_scored_over_pages(tmp_path: Path) -> None:

@@ -6,21 +6,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from rlloop.numerics.profile import NumericsProfile
 from tests.support.checkpoints import make_checkpoint
 from tests.support.rank_context import compared
 from tests.support.rank_updates import CASES, go, ranked, save
 from tests.support.ranks import run_ranks
 
-FAMILIES = ("qwen3", "deepseek_v3", "gpt_oss")  # shared key-value heads; latents; sinks, windows
-UPDATES = (("untied", {"cp": 2, "dp_shard": 2}), ("experts bfloat16", {"cp": 2, "dp_shard": 2, "ep": 4}))
+# By number of ranks. Recurrent layers have 2 key heads, which several ranks read where they are more.
+FAMILIES = {
+    2: ("qwen3_5_moe", "nemotron_h", "deepseek_v32"),  # gated delta networks; Mamba-2; an indexer
+    3: ("qwen3_5_moe", "nemotron_h", "glm_moe_dsa"),  # an indexer whose choice the next layer reads as well
+    4: ("qwen3", "deepseek_v3", "gpt_oss", "nemotron_h"),  # shared key-value heads; latents; sinks, windows
+}
+UPDATES = (
+    ("untied", {"cp": 2, "dp_shard": 2}),
+    ("experts bfloat16", {"cp": 2, "dp_shard": 2, "ep": 4}),
+    ("delta", {"cp": 2, "dp_shard": 2}),
+    ("mamba", {"cp": 2, "dp_shard": 2, "ep": 4}),
+    ("indexer", {"cp": 2, "pp": 2}),
+)
 
 
-def test_forwards_over_ranks_have_one_ranks_bits(tmp_path: Path) -> None:
-    """Ranks are more than the key-value heads."""
-    folders = [tmp_path / family for family in FAMILIES]
+@pytest.mark.parametrize("degree", FAMILIES)
+def test_forwards_over_ranks_have_one_ranks_bits(tmp_path: Path, degree: int) -> None:
+    folders = [tmp_path / family for family in FAMILIES[degree]]
     for folder in folders:
         make_checkpoint(folder, folder.name)
-    for different in run_ranks(4, compared, folders, 4):
+    for different in run_ranks(degree, compared, folders, degree):
+        assert not different
+
+
+def test_attention_over_expanded_latents_is_divided_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "deepseek_v3", "deepseek_v3")
+    profile = NumericsProfile(latent="expanded")
+    for different in run_ranks(2, compared, [tmp_path / "deepseek_v3"], 2, "float32", (), 1e-4, None, profile):
         assert not different
 
 

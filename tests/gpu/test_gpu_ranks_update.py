@@ -10,11 +10,18 @@ import torch
 
 from tests.support.gpu_models import need_gpus
 from tests.support.gpu_runs import KINDS, SHARED
+from tests.support.image_models import image_config
 from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
 from tests.support.ranks import run_ranks
 from tests.support.train_sequences import VOCAB
 
 assert SHARED["vocab_size"] >= VOCAB, "the batches' tokens are below VOCAB"
+ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, "mrope_section": [12, 10, 10]}
+SEEING = image_config(
+    "qwen3_vl",
+    {"hidden_size": 256, "head_dim": 64, "rope_parameters": ROPE},
+    {"hidden_size": 288, "num_heads": 4, "intermediate_size": 384, "out_hidden_size": 256},
+)
 TIED = {**SHARED, **KINDS["dense"], "tie_word_embeddings": True}
 CASES = {
     "dense": Case({**SHARED, **KINDS["dense"]}, "bfloat16", {"checkpoint_layers": "all"}, steps=20),
@@ -24,6 +31,7 @@ CASES = {
     "latent": Case({**SHARED, **KINDS["latent"]}, "bfloat16", {"expert_bias_rate": 0.01}, steps=3),
     "reference": Case({**SHARED, **KINDS["dense"]}, "bfloat16", reference=True),
     "adapter": Case({**SHARED, **KINDS["dense"]}, "bfloat16", adapter=("all-linear", "lm_head"), reference=True),
+    "pictures": Case(SEEING, "bfloat16", pictures=True, steps=20),
     "adapter of experts": Case({**SHARED, **KINDS["mixture"]}, "bfloat16", adapter=("all-linear",)),
 }
 LAYOUTS = {

@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 from tests.support.train_sequences import make_batch
 
 ALL = ("all-linear", "lm_head")
-FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_moe")
 WIDE = {"num_attention_heads": 4}  # of one key-value head
 CASES = {
     "dense": Case({**DENSE, **WIDE}, "bfloat16", adapter=ALL, reference=True),

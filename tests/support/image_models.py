@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rlloop import ModelInput
 from rlloop.inputs import Image
 from rlloop.models.config import read_config
 from rlloop.models.vision_processor import FILE, ImageProcessor
+from rlloop.trainer import TrainSequence
+from tests.support.train_sequences import make_batch
 
 START, PAD, END = 90, 91, 92  # tokens of the prompt's form
 TEXT = {
@@ -57,18 +60,27 @@ WIDE = {  # text and tower of sizes that fill tiles; heads of 72 numbers are Qwe
 }
 
 
+def _config(family: str, tied: bool, text: dict[str, Any], vision: dict[str, Any]) -> Any:
+    make, _, own_text, own_vision = FAMILIES[family]
+    return make(
+        text_config={**TEXT, **own_text, **text}, vision_config={**VISION, **own_vision, **vision},
+        image_token_id=PAD, video_token_id=93, vision_start_token_id=START, vision_end_token_id=END,
+        tie_word_embeddings=tied, attn_implementation="eager",
+    )  # fmt: skip
+
+
+def image_config(family: str, text: dict[str, Any], vision: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The content of such a folder's config.json, but for what `text` and `vision` change."""
+    raw = json.loads(_config(family, False, text, vision or {}).to_json_string())
+    return {**raw, "architectures": [FAMILIES[family][1].__name__]}
+
+
 def make_image_checkpoint(
     folder: Path, family: str = "qwen3_vl", *, seed: int = 0, dtype: torch.dtype = torch.float32, tied: bool = False,
     text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' own model with random weights, written to a folder."""
-    make, build, own_text, own_vision = FAMILIES[family]
-    config = make(
-        text_config={**TEXT, **own_text, **(text or {})}, vision_config={**VISION, **own_vision, **(vision or {})},
-        image_token_id=PAD, video_token_id=93, vision_start_token_id=START, vision_end_token_id=END,
-        tie_word_embeddings=tied, attn_implementation="eager",
-    )  # fmt: skip
-    model = build(config)
+    model = FAMILIES[family][1](_config(family, tied, text or {}, vision or {}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -165,3 +177,16 @@ def wide_prompts() -> list[ModelInput]:
     large = [prompt_with(text, image(24, 20, seed), text[:5]) for seed, text in enumerate(texts[:4])]
     two = [prompt_with(image(4, 6, seed), text, image(12, 10, seed)) for seed, text in enumerate(texts[4:8])]
     return [*large, *two, *(prompt_with(text) for text in texts[8:]), *(prompt for prompt, _ in inputs())]
+
+
+def make_picture_batch(count: int, seed: int) -> list[TrainSequence]:
+    """As `make_batch`, with an image in about half of the prompts, two in some, and one in two of the prompts."""
+    batch, shared = make_batch(count, seed), image(2, 4, seed)
+    for index, (each, kind) in enumerate(zip(batch, np.random.default_rng(seed).permutation(count), strict=True)):
+        images = [[], [image(4, 6, seed + index)], [], [shared], [shared, image(4, 2, seed + index)]][kind % 5]
+        prompt, moved = prompt_with(each.token_ids[:1], *images, each.token_ids[1 : each.predict[0]]), each.predict[0]
+        ids = prompt.token_ids + each.token_ids[moved:]
+        batch[index] = replace(
+            each, token_ids=ids, predict=range(len(prompt), len(ids)), model_input=prompt if images else None
+        )
+    return batch

@@ -20,7 +20,7 @@ from rlloop.parallel import collectives
 from rlloop.parallel.collectives import SMALL
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from rlloop.trainer import Trainer
+from rlloop.trainer import Trainer, TrainSequence
 from tests.support.train_sequences import VOCAB, make_batch, make_groups
 
 DENSE = {
@@ -66,6 +66,7 @@ class Case:
     adapter: tuple[str, ...] = ()  # its targets
     quantize: str = "none"
     groups: bool = False  # whose sequences have prompts in common
+    pictures: bool = False  # in some of the sequences
 
 
 CASES = {
@@ -147,7 +148,7 @@ def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:
     for step in steps:
         for part in range(2 if step % 3 == 2 else 1):
             seed = 10 * step + part
-            batch = make_groups(seed=seed) if case.groups else make_batch(count=5 + (step + part) % 4, seed=seed)
+            batch = _batch(case, 5 + (step + part) % 4, seed)
             run = trainer.forward_backward_custom if case.custom else trainer.forward_backward
             result = run(batch, explodes if step == 1 else loss)
             metrics = {name: value.value for name, value in result.metrics.items()}
@@ -155,7 +156,15 @@ def go(trainer: Trainer, case: Case, steps: Sequence[int]) -> Iterator[Any]:
             raw = result.recomputed.raw_logprobs
             yield None if raw is None else [each.tobytes() for each in raw]
         yield trainer.optim_step()
-    yield [each.tobytes() for each in trainer.logprobs(make_batch(seed=99))]
+    yield [each.tobytes() for each in trainer.logprobs(_batch(case, 9, 99))]
+
+
+def _batch(case: Case, count: int, seed: int) -> list[TrainSequence]:
+    if not case.pictures:
+        return make_groups(seed=seed) if case.groups else make_batch(count, seed)
+    from tests.support.image_models import make_picture_batch  # imports transformers
+
+    return make_picture_batch(count, seed)
 
 
 def digests(folder: Path) -> dict[str, str]:

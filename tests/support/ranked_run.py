@@ -3,6 +3,7 @@ several for each rank."""
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.command import Command
@@ -12,15 +13,15 @@ SMALL = "trainer.max_batch_tokens=96"
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json")
 
 
-def start(folder: Path, size: int, *overrides: str) -> list[Command]:
-    """`size` processes with torchrun's environment; one without it."""
+def start(folder: Path, size: int, *overrides: str, run: Callable[..., Command] = train) -> list[Command]:
+    """`size` processes with torchrun's environment; one without it. `run` starts each, as `tiny_run.train` does."""
     if size == 1:
-        return [train(folder, SMALL, *overrides)]
+        return [run(folder, SMALL, *overrides)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
     return [
-        train(folder, SMALL, *overrides, env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
+        run(folder, SMALL, *overrides, env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(size)
     ]
 

@@ -79,7 +79,7 @@ class Drawing:
                 rows = hidden[query_start[index] : query_start[index] + end - begin]
                 targets = self._tensor(request.token_ids[begin + 1 : end + 1])
                 logprobs, _ = self.model.output.token_logprob(rows, targets, LogitsProcessing())
-                request.scored[begin] = logprobs.cpu().numpy()
+                request.scored[begin] = self.model.stage.shared(logprobs).cpu().numpy()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return on_device(array, self._device)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlloop.errors import ConfigError
-from rlloop.inputs import ids_alone
+from rlloop.inputs import as_model_input
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, NoEngine, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.client import EngineClient, LoopThread
 from rlloop.rollout.fleet.membership import (
@@ -167,9 +167,9 @@ class EnginePool:
         version: int,
         session: str | None = None,
     ) -> list[Completion]:
-        asked, prompts = prompts, ids_alone(prompts)
         if not prompts:
             return []
+        asked, ids = prompts, [as_model_input(prompt).token_ids for prompt in prompts]
         if version != self._members.version:
             raise VersionUnavailable(self._members.version, version, version)
         seeded = [
@@ -177,7 +177,7 @@ class EnginePool:
             for params in sampling
         ]  # engines can only repeat a completion with a known seed
         batch = _Batch(
-            prompts, asked, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
+            ids, asked, seeded, version, [None] * len(ids), asyncio.get_running_loop().create_future(), session
         )  # fmt: skip
         self._batches.add(batch)
         self._queue += self._cut(batch)

@@ -15,6 +15,8 @@ from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
 from rlloop.training.memory import GIB, layouts, predict
+from tests.support.checkpoints import make_checkpoint
+from tests.support.image_models import make_image_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.tiny_run import make_model
 
@@ -178,6 +180,19 @@ def test_every_layout_has_the_ranks_asked_for(tmp_path):
     config = read_config(tmp_path / "model")
     assert {layout.world_size for layout in layouts(config, 4)} == {4}
     assert Layout(tp=4) not in layouts(config, 4), "the model has two heads"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "nemotron_h", "glm_moe_dsa", "qwen3_vl"])
+def test_every_family_has_layouts_of_each_axis(family, tmp_path):
+    """Recurrent layers, an indexer, a vision tower: and each is predicted."""
+    (make_image_checkpoint if family == "qwen3_vl" else make_checkpoint)(tmp_path, family)
+    config = read_config(tmp_path)
+    found = list(layouts(config, 2, splits_sequences=True))
+    for layout in (Layout(dp_shard=2), Layout(cp=2), Layout(tp=2)):
+        assert layout in found
+        whole, split = (predict(config, each, torch.bfloat16, 64).parts for each in (Layout(), layout))
+        assert split["compute copy"] <= whole["compute copy"]
+        assert split["optimizer"] < whole["optimizer"] or layout.cp == 2
 
 
 @pytest.mark.parametrize("given", [["--gpus", "2"], ["--model", "."]])

@@ -29,7 +29,7 @@ OWN_MODEL = {  # what a recipe's own model does not hold: its layout, and the me
     "countdown": ("trainer.layout.pp=4 rollout.layout.pp=4", "pp is 4, and there are 3 layers; set trainer"),
     "calculator": ("trainer.layout.cp=5", "cp is 5, and ranks split layers of 4 heads; set trainer.layout.cp=4"),
     "guess": ("trainer.layout.dp_shard=2 trainer.layout.ep=2", "ep is 2, and there are no experts"),
-    "images": ("trainer.layout.dp_shard=2", "reads images, which is not proven over several ranks"),
+    "images": ("trainer.layout.tp=5", "tp is 5, and ranks split layers of 4 heads; set trainer.layout.tp=4"),
 }  # fmt: skip
 NO_MODEL = [
     ("trainer.layout.cp=2 trainer.layout.tp=2", "trainer.layout does not fit any model: cp is 2 and tp 2"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
 
 from rlloop.errors import ConfigError
 from rlloop.models.config import parse_config
 from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout
-from tests.support.checkpoints import MIXTURE, SIZES
+from tests.support.checkpoints import MIXTURE, MIXTURES, SIZES
 
 DENSE = parse_config({**Qwen3Config(**{**SIZES, "head_dim": 16}).to_dict(), "architectures": ["Qwen3ForCausalLM"]})
 EXPERTS = parse_config(
@@ -21,6 +21,15 @@ EXPERTS = parse_config(
     }
 )
 FEW = replace(EXPERTS, mixture=replace(EXPERTS.mixture, num_experts=3))
+
+
+DELTA = parse_config(  # 4 heads of attention, 3 heads of recurrent layers
+    {
+        **Qwen3_5MoeTextConfig(**{**SIZES, **MIXTURES["qwen3_5_moe"][1], "linear_num_value_heads": 3,
+                                  "linear_num_key_heads": 3}).to_dict(),
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+    }
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,7 @@ FEW = replace(EXPERTS, mixture=replace(EXPERTS.mixture, num_experts=3))
         (EXPERTS, {"dp_shard": 3, "cp": 2, "ep": 3}, "ep is 3, which neither divides tp", {"ep": 2}),
         (EXPERTS, {"cp": 8, "ep": 8, "pp": 4}, "pp is 4", {"pp": 2, "cp": 4, "ep": 4}),
         (EXPERTS, {"cp": 2, "tp": 2}, "both split heads", {"cp": 1}),
+        (DELTA, {"cp": 4}, "cp is 4, and ranks split layers of 3 heads", {"cp": 3}),
     ],
 )
 def test_a_layout_that_does_not_fit_names_one_that_does(config, layout, fault, instead) -> None:

@@ -1,0 +1,72 @@
+"""Context parallelism on GPUs: forwards have one GPU's bits; gradients are close to one GPU's, and updates repeat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpu_mixtures import FAMILIES, RECURRENT, SIZES
+from tests.support.gpu_models import CONFIG, need_gpus
+from tests.support.rank_context import compared, rows_of
+from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
+from tests.support.ranks import run_ranks
+
+LENGTHS = (300, 17, 1025)  # more than a window, a part of a scan, a tile
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3": CONFIG,  # 2 key-value heads
+    **{
+        family: {**SIZES, "model_type": family.partition(" ")[0], **{**FAMILIES, **RECURRENT}[family]}
+        for family in (
+            "deepseek_v3 of real widths", "deepseek_v32", "glm_moe_dsa", "qwen3_5_moe_text", "nemotron_h", "gpt_oss",
+        )
+    },
+}  # fmt: skip
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative: of a weight's gradient, by its norm
+UPDATES: dict[int, dict[str, dict[str, int]]] = {  # by number of GPUs: shapes, and a layout of each
+    2: {"qwen3": {"cp": 2}, "qwen3_5_moe_text": {"cp": 2}, "nemotron_h": {"cp": 2, "ep": 2}, "glm_moe_dsa": {"cp": 2},
+        "gpt_oss": {"cp": 2}},
+    4: {"qwen3_5_moe_text": {"cp": 2, "dp_shard": 2}, "nemotron_h": {"cp": 4},
+        "deepseek_v3 of real widths": {"cp": 2, "pp": 2}},
+}  # fmt: skip
+
+
+def compared_here(degree: int) -> list[str]:
+    batches = [rows_of(0, LENGTHS), rows_of(2, (3,))]
+    return [
+        f"{dtype} {each}"
+        for dtype, tolerance in TOLERANCE.items()
+        for each in compared(SHAPES, degree, dtype, (), tolerance, batches, device="cuda")
+    ]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_contexts_over_gpus_have_the_bits_of_one(degree: int) -> None:
+    need_gpus(degree)
+    for rank, different in enumerate(run_ranks(degree, compared_here, degree, kind="cuda")):
+        assert not different, f"rank {rank}"
+
+
+def updated(folder: Path, size: int, device: str = "cuda") -> list[str]:
+    """Shapes and layouts of which two runs differ."""
+    different = []
+    for name, layout in UPDATES[size].items():
+        case, runs = Case(SHAPES[name], "bfloat16", {"checkpoint_layers": "all"}), []
+        for run in range(2):
+            trainer = ranked(case, layout, device if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
+            reported = digests_of(go(trainer, case, range(case.steps)))
+            runs.append((reported, save(trainer, folder / f"{name} {layout} {run}"), live(trainer)))
+        if runs[0] != runs[1]:
+            different.append(f"{name} {layout}")
+    return different
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", UPDATES)
+def test_updates_over_gpus_repeat(tmp_path: Path, size: int) -> None:
+    need_gpus(size)
+    for rank, different in enumerate(run_ranks(size, updated, tmp_path, size, kind="cuda")):
+        assert not different, f"rank {rank}"
