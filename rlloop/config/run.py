@@ -305,7 +305,6 @@ class RunConfig:
                 "set ray.replicas=0, or spread by dp_shard and dp_replicate alone"
             )
         for key, alone, instead in (
-            ("fleet=regions", self.fleet.kind is FleetKind.regions, "use fleet=node, with launch=ray"),
             (
                 "rollout.drift and rollout.profile",
                 bool(self.rollout.drift.declared) or self.rollout.profile != RolloutProfile(),

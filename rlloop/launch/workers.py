@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,14 +46,19 @@ from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.protocols import InProcessEngine
 from rlloop.rollout import Engine, vllm
 from rlloop.study.drifted_ops import drifted_ops
+from rlloop.sync.bits import Tensors
 from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, published_weights
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.sharded_weights import ShardedWeights
+from rlloop.sync.shares import Shares
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
 from rlloop.trainer.history import WeightHistory
 from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
+T = TypeVar("T")
 ALONE = Place()
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
 
@@ -256,9 +261,12 @@ class Replica(Rank):
 
 
 class Colocated(Replica):
-    """Trainer and engine over one set of parameters, which need no sync, and the publisher for replicas."""
+    """Trainer and engine over one set of parameters, which need no sync, and the publisher for other engines."""
 
-    def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
+    def __init__(
+        self, config: RunConfig, path: str, threads: int, place: Place = ALONE, publisher: Publisher | None = None
+    ) -> None:
+        """`publisher`: of the first rank, for `publish_to_store`."""
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
         # Sharded parameters are whole only while the trainer computes with them.
         lora = config.model.lora.rank > 0
@@ -266,7 +274,8 @@ class Colocated(Replica):
         self._open(config, path, apart=self._apart)
         self.trainer = make_trainer(self.model, config, path)
         self._history = make_history(self.model, self.trainer, config)
-        self._publisher = BundlePublisher("node", threads)
+        self._publisher, self._to_store, self._threads = BundlePublisher("node", threads), publisher, threads
+        self._sharded: ShardedWeights | None = None
         self._encodes_on_device = config.trainer.encode_on_device
         self._published: dict[str, float] = {}
 
@@ -277,19 +286,44 @@ class Colocated(Replica):
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle | None:
-        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`.
-
-        Rank 0 encodes it: beside replicas every rank has whole weights.
-        """
+        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`; rank 0 has
+        it. Each rank encodes its share."""
         self.set_version(version)
-        if self.world.rank > 0:
-            return None
-        tensors, aliases = published_weights(
-            self.sampled if self._apart else self.model, on_device=self._encodes_on_device
-        )
-        bundle = self._publisher.publish(tensors, version, aliases)
-        self._published = bundle.metrics
+        tensors, aliases, shares = self._weights()
+        bundle = self._lead(tensors, lambda: self._publisher.publish(tensors, version, aliases, shares))
+        self._published = {} if bundle is None else bundle.metrics
         return bundle
+
+    def publish_to_store(self, version: int) -> dict[str, float] | None:
+        """Publishes the trainer's weights, now `version`, to rank 0's store. Returns sync/* metrics on rank 0."""
+        tensors, aliases, shares = self._weights()
+
+        def publish() -> dict[str, float]:
+            assert self._to_store is not None
+            return self._to_store.publish(tensors, version, aliases=aliases, shares=shares).metrics
+
+        return self._lead(tensors, publish)
+
+    def anchor(self) -> None:
+        """Stores the last published version whole: `Publisher.anchor`."""
+
+        def anchor() -> None:
+            assert self._to_store is not None
+            self._to_store.anchor()
+
+        self._lead({}, anchor)
+
+    def _weights(self) -> tuple[Tensors, Mapping[str, str], Shares | None]:
+        """Arguments of a publisher: this rank's tensors, their aliases, and the shares of ranks. Collective."""
+        model = self.sampled if self._apart else self.model
+        if self.world.size == 1:
+            return *published_weights(model, on_device=self._encodes_on_device), None
+        if self._sharded is None:
+            self._sharded = ShardedWeights(model, self.world, on_device=self._encodes_on_device, threads=self._threads)
+        return self._sharded.tensors(), {}, self._sharded.shares
+
+    def _lead(self, tensors: Tensors, work: Callable[[], T]) -> T | None:
+        return work() if self._sharded is None else self._sharded.lead(tensors, work)
 
     def published(self) -> dict[str, float]:
         """sync/* metrics of the last publication."""
@@ -297,7 +331,7 @@ class Colocated(Replica):
 
     def joining(self) -> Bundle | None:
         """The bundle that brings any replica, of whatever version, to the last published one; rank 0 has it."""
-        return self._publisher.joining() if self.world.rank == 0 else None
+        return self._lead({}, self._publisher.joining)
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None

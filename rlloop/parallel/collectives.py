@@ -121,6 +121,17 @@ class Ranks:
             self._posted.popleft()
         self._posted.append((work, x))  # kept until it has been read
 
+    def post_bytes(self, content: bytes, to: int) -> None:
+        """`post` of any number of bytes, which rank `to` receives by `receive_bytes`; over the CPU's network."""
+        self.post(torch.tensor([len(content)]), to)
+        if content:
+            self.post(torch.frombuffer(bytearray(content), dtype=torch.uint8), to)
+
+    def receive_bytes(self, source: int) -> bytes:
+        """The next bytes that rank `source` has posted."""
+        size = int(self.receive(torch.empty(1, dtype=torch.int64), source))
+        return self.receive(torch.empty(size, dtype=torch.uint8), source).numpy().tobytes() if size else b""
+
     @meets
     def send(self, x: Tensor, to: int) -> None:
         dist.send(_bytes(x.contiguous()), group=self.group, group_dst=to)
