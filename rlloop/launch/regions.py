@@ -88,6 +88,7 @@ def ranked_region_parts(
     config: RunConfig,
     prepared: Prepared,
     folder: RunFolder,
+    *,
     start: Callable[..., AbstractContextManager[LeadingHandle]],
 ) -> Iterator[Parts]:
     """`region_parts` where the trainer has several ranks, which `start(config, prepared, publisher)` starts.

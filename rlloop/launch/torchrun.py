@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.distributed import DistError
 
-from rlloop.config.fleet import FleetKind
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
 from rlloop.launch.layouts import check_model
@@ -104,13 +103,7 @@ class Leader:
 
     @contextmanager
     def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
-        """Trainer over all ranks, and engines over them or, with fleet=regions, anywhere."""
-        if config.fleet.kind is FleetKind.regions:
-            from rlloop.launch.regions import ranked_region_parts  # brings the servers' packages, an extra
-
-            with ranked_region_parts(config, prepared, folder, self.ranks) as parts:
-                yield parts
-            return
+        """Trainer and engines over all ranks."""
         with self.ranks(config, prepared) as ranks:
             engine, schedule = RemoteEngine(ranks), partial_schedule(config, ranks)
             yield ranked_parts(

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,15 +27,26 @@ from rlloop.sync.manifest import CodecName, Entry, Listing
 from rlloop.sync.store import Store
 from rlloop.sync.stream import StreamWriter
 
-if TYPE_CHECKING:
-    from rlloop.sync.shares import Shares
-
 AHEAD = 64  # units whose changes a device finds ahead of the entropy coder
 WHOLE_AHEAD = 4  # whole tensors that are encoded at a time: bounds the memory
 JOINED = 1 << 20  # elements
 _UNCHANGED: tuple[CodecName, int] = ("unchanged", 0)
 _JOINED: tuple[CodecName, int] = ("joined", 0)
 Unit = tuple[list[str], codec.Encoded, list[bytes]]  # names encoded together, their encoding and digests
+
+
+class Sharing(Protocol):
+    """Ranks that encode a state together: `rlloop.sync.shares.Shares`."""
+
+    def own(self, units: Sequence[list[str]]) -> list[list[str]]: ...
+
+    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Iterator[Unit]: ...
+
+    def hand_out(
+        self, listing: Listing | None, state: Tensors, digests: Mapping[str, bytes]
+    ) -> tuple[Listing | None, Tensors, Mapping[str, bytes]]: ...
+
+    def order(self, order: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,7 @@ def pack(
     base: Tensors,
     digests: Mapping[str, bytes],
     threads: int,
-    shares: Shares | None = None,
+    shares: Sharing | None = None,
 ) -> Packed:
     """Encode `tensors` for receivers that have `base` (empty: nothing), and put the pieces into the store.
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rlloop.sync.bits import Tensors
 from rlloop.sync.manifest import Listing
-from rlloop.sync.packing import Packed, adopt, beside, copied, pack
+from rlloop.sync.packing import Packed, Sharing, adopt, beside, copied, pack
 from rlloop.sync.store import Store
-
-if TYPE_CHECKING:
-    from rlloop.sync.shares import Shares
 
 
 class PublishedState:
@@ -26,10 +22,10 @@ class PublishedState:
         self.tensors: Tensors = {}
         self.digests: Mapping[str, bytes] = {}
         self.listing: Listing | None = None
-        self.shares: Shares | None = None  # that `tensors` are one of; None: all of them are here
+        self.shares: Sharing | None = None  # that `tensors` are one of; None: all of them are here
         self.continues = False  # True if what was packed last is a delta
 
-    def pack(self, store: Store | None, listing: Listing, tensors: Tensors, shares: Shares | None) -> Packed:
+    def pack(self, store: Store | None, listing: Listing, tensors: Tensors, shares: Sharing | None) -> Packed:
         """Encode `tensors` as a delta; whole, where the listing is another than the last version's."""
         if shares is not None:
             shares.order("pack")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -86,7 +86,9 @@ class Shares:
         if self.ranks.rank == 0:
             self.ranks.broadcast_object(order)
 
-    def hand_out(self, listing: Listing | None, state: Tensors, digests: Mapping[str, bytes]) -> tuple[Any, Any, Any]:
+    def hand_out(
+        self, listing: Listing | None, state: Tensors, digests: Mapping[str, bytes]
+    ) -> tuple[Listing | None, Tensors, Mapping[str, bytes]]:
         """Each rank's share of (listing, state, digests), which the first rank gives whole; the state of another
         listing than the model's is dropped. Collective."""
         ranks, source = self.ranks, 0
