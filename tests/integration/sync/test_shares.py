@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from rlloop import Engine, SamplingParams, load_model
 from rlloop.models import Model, new_model, save_model
+from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.parameters import ParameterStore
-from rlloop.parallel.context import join
+from rlloop.numerics.fp8 import Fp8Weight
+from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from rlloop.sync import packing
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
@@ -35,7 +37,9 @@ CPU = torch.device("cpu")
 SMALL = 300  # elements below which tensors are joined: both kinds are in every model here
 LAYOUTS = {
     2: {"dense": [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}],
-        "mixture": [{"dp_shard": 2, "ep": 2}, {"tp": 2}]},
+        "mixture": [{"dp_shard": 2, "ep": 2}, {"tp": 2}],
+        "adapter": [{"tp": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}],
+        "fp8": [{"dp_shard": 2}]},
     3: {"mixture": [{"dp_shard": 3, "ep": 3}, {"dp_replicate": 3}]},
     4: {"dense": [{"pp": 2, "tp": 2}],
         "mixture": [{"dp_shard": 2, "tp": 2, "ep": 4}, {"pp": 2, "dp_shard": 2, "ep": 2}]},
@@ -57,11 +61,23 @@ def folder(tmp_path):
     return tmp_path
 
 
+def model_of(folder: Path, case: str, context: ParallelContext | None = None) -> Model:
+    quantize = "fp8" if case == "fp8" else "none"
+    name = {"fp8": "dense", "adapter": "mixture"}.get(case, case)
+    model = load_model(folder / name, dtype="bfloat16", context=context, quantize=quantize)
+    if case != "adapter":
+        return model
+    targets = choose_targets(model.requires_grad_(False).adapter_targets(), ("all-linear", "lm_head"))
+    return model.with_adapter(Adapter(fresh_weights(targets, 3, 6.0, seed=1), targets))
+
+
 @torch.no_grad()
 def step(model: Model, version: int) -> None:
     """Elementwise, so that a rank's part changes as that part of the whole does; norms stay."""
     for name, live in ParameterStore(model).tensors().items():
-        if "norm" not in name:
+        if isinstance(live, Fp8Weight):
+            live.codes.view(torch.uint8)[:, ::5] ^= 1
+        elif "norm" not in name:
             live[live.abs() > 0.1 * version] *= 1.0625
 
 
@@ -80,9 +96,9 @@ class Dying(FolderStore):
 class Trainer:
     """What publishes a model's versions, on one rank or several."""
 
-    def __init__(self, folder: Path, layout: Mapping[str, int], store: Store | None, publishes: bool) -> None:
-        self.model = load_model(folder, dtype="bfloat16", context=join(CPU, Layout(**layout)))
-        self.publisher = Publisher(store, KEY, "run", threads=1, anchor_every=3) if store and publishes else None
+    def __init__(self, folder: Path, case: str, layout: Mapping[str, int], store: Store, publishes: bool) -> None:
+        self.model = model_of(folder, case, join(CPU, Layout(**layout)))
+        self.publisher = Publisher(store, KEY, "run", threads=1) if publishes else None
         self.weights = None
         if layout:
             world = self.model.context.ranks("world")
@@ -111,7 +127,7 @@ def published(
     `dies`: while the last one's pieces are written. Returns the large tensors whose published bits a rank keeps."""
     packing.JOINED = SMALL  # of a rank's process
     first = not dist.is_initialized() or dist.get_rank() == 0
-    trainer = Trainer(models / case, layout, Dying(store) if dies else FolderStore(store), first)
+    trainer = Trainer(models, case, layout, Dying(store) if dies else FolderStore(store), first)
     for version in range(versions.stop):
         step(trainer.model, version)
         if dies and first and version == versions.stop - 1:
@@ -155,11 +171,10 @@ def test_ranks_store_the_bytes_of_one(folder, size):
         assert stored(folder / f"{case} {layout}") == stored(folder / f"{case} alone"), layout
         large = [name for share in shares for name in share]
         assert len(large) == len(set(large)), "one rank encodes a tensor"
-        assert all(shares), f"{layout}: each rank encodes some"
-        model = load_model(folder / case, dtype="bfloat16")
+        assert all(shares) or case == "adapter", f"{layout}: each rank encodes some"
+        model, expected = model_of(folder, case), model_of(folder, case)
         late = replica_of(folder / f"{case} {layout}", model)
         assert late.poll()
-        expected = load_model(folder / case, dtype="bfloat16")
         for version in range(5):
             step(expected, version)
         made = [Engine(each).generate(PROMPTS, SAMPLING) for each in (model, expected)]
