@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlloop import Engine, SamplingParams, load_model
 from rlloop.models import Model, new_model, save_model
-from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.parameters import ParameterStore
-from rlloop.numerics.fp8 import Fp8Weight
-from rlloop.parallel.context import ParallelContext, join
-from rlloop.parallel.layout import Layout
 from rlloop.sync import packing
-from rlloop.sync.live import LiveTarget, named_weights, tensors_of
+from rlloop.sync.live import LiveTarget, named_weights
 from rlloop.sync.manifest import Head
 from rlloop.sync.packing import listing_from
-from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica
-from rlloop.sync.sharded_weights import ShardedWeights
 from rlloop.sync.shares import spread
-from rlloop.sync.store import FolderStore, Store
+from rlloop.sync.store import FolderStore
 from tests.support.rank_updates import DENSE, MIXTURE
+from tests.support.rank_versions import SMALL, model_of, published, step, stored
 from tests.support.ranks import run_ranks
-from tests.support.weight_history import KEY, PUBLIC
+from tests.support.weight_history import PUBLIC
 
 CPU = torch.device("cpu")
-SMALL = 300  # elements below which tensors are joined: both kinds are in every model here
 LAYOUTS = {
     2: {"dense": [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}],
         "mixture": [{"dp_shard": 2, "ep": 2}, {"tp": 2}],
@@ -61,99 +51,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def model_of(folder: Path, case: str, context: ParallelContext | None = None) -> Model:
-    quantize = "fp8" if case == "fp8" else "none"
-    name = {"fp8": "dense", "adapter": "mixture"}.get(case, case)
-    model = load_model(folder / name, dtype="bfloat16", context=context, quantize=quantize)
-    if case != "adapter":
-        return model
-    targets = choose_targets(model.requires_grad_(False).adapter_targets(), ("all-linear", "lm_head"))
-    return model.with_adapter(Adapter(fresh_weights(targets, 3, 6.0, seed=1), targets))
-
-
-@torch.no_grad()
-def step(model: Model, version: int) -> None:
-    """Elementwise, so that a rank's part changes as that part of the whole does; norms stay."""
-    for name, live in ParameterStore(model).tensors().items():
-        if isinstance(live, Fp8Weight):
-            live.codes.view(torch.uint8)[:, ::5] ^= 1
-        elif "norm" not in name:
-            live[live.abs() > 0.1 * version] *= 1.0625
-
-
-class Dying(FolderStore):
-    """Ends its process at a blob: the `left`th from now, if that is set."""
-
-    left = 0
-
-    def put(self, blob: bytes) -> bytes:
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().put(blob)
-
-
-class Trainer:
-    """What publishes a model's versions, on one rank or several."""
-
-    def __init__(self, folder: Path, case: str, layout: Mapping[str, int], store: Store, publishes: bool) -> None:
-        self.model = model_of(folder, case, join(CPU, Layout(**layout)))
-        self.publisher = Publisher(store, KEY, "run", threads=1) if publishes else None
-        self.weights = None
-        if layout:
-            world = self.model.context.ranks("world")
-            self.weights = ShardedWeights(self.model, world, on_device=True, threads=1)
-
-    def publish(self, version: int) -> None:
-        if self.weights is None:
-            tensors, aliases = tensors_of(named_weights(self.model).items())
-            self.publisher.publish(tensors, version, aliases=aliases)
-            return
-        tensors = self.weights.tensors()
-        shares = self.weights.shares
-        self.weights.lead(tensors, lambda: self.publisher.publish(tensors, version, shares=shares))
-
-    def anchor(self) -> None:
-        if self.weights is None:
-            self.publisher.anchor()
-        else:
-            self.weights.lead({}, lambda: self.publisher.anchor())
-
-
-def published(
-    models: Path, case: str, layout: Mapping[str, int], store: Path, versions: range, dies: bool = False
-) -> list[str]:
-    """Publishes some versions, of which the third is stored whole as well; the first of a later start has been already.
-    `dies`: while the last one's pieces are written. Returns the large tensors whose published bits a rank keeps."""
-    packing.JOINED = SMALL  # of a rank's process
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    trainer = Trainer(models, case, layout, Dying(store) if dies else FolderStore(store), first)
-    for version in range(versions.stop):
-        step(trainer.model, version)
-        if dies and first and version == versions.stop - 1:
-            trainer.publisher.store.left = 1
-        if version >= versions.start:
-            trainer.publish(version)
-            if version == 2:
-                trainer.anchor()
-    if first:
-        trainer.publisher.squash(trainer.publisher.head.chain[-3].sequence)
-    state = (trainer.publisher if first else trainer.weights)._state
-    return [name for name, bits in state.tensors.items() if bits.size >= SMALL]
-
-
 def all_published(folder: Path, cases: Mapping[str, list[dict[str, int]]]) -> list[list[str]]:
     return [
         published(folder, case, layout, folder / f"{case} {layout}", range(5))
         for case, layouts in cases.items()
         for layout in layouts
     ]
-
-
-def stored(store: Path) -> tuple[Any, ...]:
-    """Everything in a store but the name and term of who wrote it."""
-    head = Head.decode(FolderStore(store).latest())
-    return head.chain, head.shortcuts, set(FolderStore(store).blobs())
 
 
 def replica_of(store: Path, model: Model) -> Replica:
