@@ -132,7 +132,7 @@ def fleet_of(
 
     `fingerprint`: the trainer's.
     """
-    from rlloop.rollout.fleet.trainer_server import trainer_app
+    from rlloop.rollout.fleet.trainer_server import trainer_app  # after `rlloop.web.server`, which names the extra
 
     fleet = config.fleet
     token = read_token(fleet.token_file)

@@ -153,9 +153,9 @@ BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_p
 def builder_of(config: RunConfig, leader: Leader | None = None) -> Builder:
     """Makes the parts of a run; `leader`: of the other ranks, under torchrun."""
     if config.fleet.kind is FleetKind.regions:
-        from rlloop.launch import regions  # brings the servers' packages, an extra
+        from rlloop.launch.regions import ranked_region_parts, region_parts  # brings the servers' packages, an extra
 
-        return regions.region_parts if leader is None else partial(regions.ranked_region_parts, start=leader.ranks)
+        return region_parts if leader is None else partial(ranked_region_parts, start=leader.ranks)
     return BUILDERS[config.launch] if leader is None else leader.parts
 
 

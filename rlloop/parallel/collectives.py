@@ -37,6 +37,11 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks' numbers in the default process group, in order; of one rank alone, none."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # a copy of a model meets the same ranks
 

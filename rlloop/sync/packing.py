@@ -14,8 +14,9 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ class Sharing(Protocol):
 
     def own(self, units: Sequence[list[str]]) -> list[list[str]]: ...
 
-    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Iterator[Unit]: ...
+    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Generator[Unit]: ...
 
     def hand_out(
         self, listing: Listing | None, state: Tensors, digests: Mapping[str, bytes]
@@ -107,15 +108,16 @@ def pack(
     indices_of = dict[str, Sequence[np.ndarray | None]]()
     hashes = dict[str, bytes]()
     compared = time.perf_counter() - began
-    for names, encoded, unit_digests in every:
-        if stream is not None:
-            stream.write(encoded.content)
-        changed, compared = changed + encoded.changed, compared + encoded.diff_seconds
-        encoding_of.update(dict.fromkeys(names, _JOINED))
-        encoding_of[names[0]] = encoded.codec, len(encoded.content)
-        if len(names) == 1 and encoded.places:
-            indices_of[names[0]] = encoded.places
-        hashes |= zip(names, unit_digests, strict=True)
+    with closing(every):
+        for names, encoded, unit_digests in every:
+            if stream is not None:
+                stream.write(encoded.content)
+            changed, compared = changed + encoded.changed, compared + encoded.diff_seconds
+            encoding_of.update(dict.fromkeys(names, _JOINED))
+            encoding_of[names[0]] = encoded.codec, len(encoded.content)
+            if len(names) == 1 and encoded.places:
+                indices_of[names[0]] = encoded.places
+            hashes |= zip(names, unit_digests, strict=True)
     if stream is not None:
         stream.end()
     written = [name for names in units if encoding_of.get(names[0]) != _UNCHANGED for name in names if name in tensors]
@@ -250,7 +252,7 @@ def _encoded(
     threads: int,
     *,
     at_once: bool = False,
-) -> Iterator[Unit]:
+) -> Generator[Unit]:
     """Names, encoding and digests of each unit, in order. With several threads, or `at_once`, units are encoded ahead
     of need.
 

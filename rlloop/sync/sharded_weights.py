@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlloop.models import Model
@@ -93,10 +92,7 @@ class ShardedWeights:
         if (own := self._own_experts(name, entry)) is not None:
             return own
         [stored] = self._store.stored({name: torch.empty(entry.shape, device="meta")})
-        assert division.ranks.group is not None
-        if self.shares.owners[stored] not in dist.get_process_group_ranks(division.ranks.group):
-            return {}
-        return {stored: entry.whole()}
+        return {stored: entry.whole()} if self.shares.owners[stored] in division.ranks.members else {}
 
     def _own_experts(self, name: str, entry: StoredParameter) -> dict[str, Tensor] | None:
         """This rank's experts of a divided parameter; None where checkpoints have it in one."""

@@ -10,7 +10,7 @@ together, are on every rank; their groups go round. So a version's bytes do not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ class Shares:
         owners = self._owners(units)
         return [names for names, owner in zip(units, owners, strict=True) if owner == self.ranks.rank]
 
-    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Iterator[Unit]:
+    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Generator[Unit]:
         """On the first rank all units, in order; on others their own, which are sent to the first. Collective."""
         if self.ranks.rank > 0:
             for names, encoded, digests in own:
@@ -50,14 +50,22 @@ class Shares:
                 self.ranks.post_bytes(encoded.content, 0)
                 yield names, encoded, digests
             return
-        first = next(own, None)  # begins the encoding
-        for names, owner in zip(units, self._owners(units), strict=True):
-            if owner > 0:
-                codec, changed, seconds, digests = msgspec.msgpack.decode(self.ranks.receive_bytes(owner))
-                yield names, Encoded(CODECS[codec], self.ranks.receive_bytes(owner), changed, seconds), digests
-            else:
-                unit, first = first or next(own), None
-                yield unit
+        first, every = next(own, None), zip(units, self._owners(units), strict=True)  # which begins the encoding
+        try:
+            for names, owner in every:
+                if owner > 0:
+                    yield self._received(names, owner)
+                else:
+                    unit, first = first or next(own), None
+                    yield unit
+        finally:
+            for names, owner in every:  # after a failure: the next version's come behind them
+                if owner > 0:
+                    self._received(names, owner)
+
+    def _received(self, names: list[str], owner: int) -> Unit:
+        codec, changed, seconds, digests = msgspec.msgpack.decode(self.ranks.receive_bytes(owner))
+        return names, Encoded(CODECS[codec], self.ranks.receive_bytes(owner), changed, seconds), digests
 
     def lead(self, state: PublishedState, tensors: Tensors, work: Callable[[], T]) -> T | None:
         """`work` on the first rank, which calls its publisher; on the others what that orders, of their `state`.

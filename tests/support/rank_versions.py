@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
-from rlloop.sync import packing
+from rlloop.sync import manifest, packing, stream
 from rlloop.sync.live import published_weights
 from rlloop.sync.manifest import Head
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.sharded_weights import ShardedWeights
-from rlloop.sync.store import FolderStore, Store
+from rlloop.sync.store import FolderStore, StoreError
 from tests.support.weight_history import KEY
 
+PIECE = 600  # bytes: versions have several
 SMALL = 300  # elements below which tensors are joined: both kinds are in every model of `rank_updates`
 
 
@@ -49,15 +51,17 @@ def step(model: Model, version: int) -> None:
             live[live.abs() > 0.125 * version] *= 1.0625
 
 
-class Dying(FolderStore):
-    """Ends its process at a blob: the `left`th from now, if that is set."""
+class Failing(FolderStore):
+    """Fails at a blob, the `left`th from now, if that is set; `dies`: with its process."""
 
-    left = 0
+    left, dies = 0, False
 
     def put(self, blob: bytes) -> bytes:
         self.left -= 1
-        if self.left == 0:
+        if self.left == 0 and self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.left == 0:
+            raise StoreError("full")
         return super().put(blob)
 
 
@@ -65,8 +69,9 @@ class Trainer:
     """What publishes a model's versions, on one rank or several."""
 
     def __init__(
-        self, folder: Path, case: str, layout: Mapping[str, int], store: Store, publishes: bool, device: torch.device
+        self, folder: Path, case: str, layout: Mapping[str, int], store: Failing, publishes: bool, device: torch.device
     ) -> None:
+        self.store = store
         self.model = model_of(folder, case, join(device, Layout(**layout)))
         self.publisher = Publisher(store, KEY, "run", threads=1) if publishes else None
         self.weights = None
@@ -96,19 +101,25 @@ def published(
     layout: Mapping[str, int],
     store: Path,
     versions: range,
-    dies: bool = False,
+    fails: str = "",
     kind: str = "cpu",
 ) -> list[str]:
-    """Publishes some versions, of which the third is stored whole as well; the first of a later start has been already.
-    `dies`: while the last one's pieces are written. Returns the large tensors whose published bits a rank keeps."""
-    packing.JOINED = SMALL  # of a rank's process
+    """Publishes some versions, of which the third is stored whole as well. Returns the large tensors whose published
+    bits a rank keeps.
+
+    `fails`: while the last version's pieces are written the store fails, or ("dies") the first rank's process ends.
+    """
+    packing.JOINED, stream.PIECE, manifest.PIECE = SMALL, PIECE, PIECE  # of a rank's process
     first = not dist.is_initialized() or dist.get_rank() == 0
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    trainer = Trainer(models, case, layout, Dying(store) if dies else FolderStore(store), first, device)
+    trainer = Trainer(models, case, layout, Failing(store), first, device)
+    trainer.store.dies = fails == "dies"
     for version in range(versions.stop):
         step(trainer.model, version)
-        if dies and first and version == versions.stop - 1:
-            trainer.publisher.store.left = 1
+        if fails and version == versions.stop - 1:
+            trainer.store.left = 1
+            with suppress(StoreError):
+                trainer.publish(version)
         if version >= versions.start:
             trainer.publish(version)
             if version == 2:

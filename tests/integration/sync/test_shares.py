@@ -12,7 +12,7 @@ import torch
 from rlloop import Engine, SamplingParams, load_model
 from rlloop.models import Model, new_model, save_model
 from rlloop.models.parameters import ParameterStore
-from rlloop.sync import packing
+from rlloop.sync import manifest, packing, stream
 from rlloop.sync.live import LiveTarget, named_weights
 from rlloop.sync.manifest import Head
 from rlloop.sync.packing import listing_from
@@ -20,7 +20,7 @@ from rlloop.sync.replica import Replica
 from rlloop.sync.shares import spread
 from rlloop.sync.store import FolderStore
 from tests.support.rank_updates import DENSE, MIXTURE
-from tests.support.rank_versions import SMALL, model_of, published, step, stored
+from tests.support.rank_versions import PIECE, SMALL, model_of, published, step, stored
 from tests.support.ranks import run_ranks
 from tests.support.weight_history import PUBLIC
 
@@ -40,7 +40,8 @@ SAMPLING = SamplingParams(max_tokens=6, seed=3)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(packing, "JOINED", SMALL)
+    for module, name, value in ((packing, "JOINED", SMALL), (stream, "PIECE", PIECE), (manifest, "PIECE", PIECE)):
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_publisher_goes_on_with_another_number_of_ranks(folder, sizes):
 
 def test_a_kill_of_the_first_rank_while_it_publishes_leaves_a_store_that_goes_on(folder):
     with pytest.raises(BrokenProcessPool):
-        run_ranks(2, published, folder, "mixture", {"tp": 2}, folder / "store", range(5), True)
+        run_ranks(2, published, folder, "mixture", {"tp": 2}, folder / "store", range(5), "dies")
     assert replica_of(folder / "store", model := load_model(folder / "mixture", dtype="bfloat16")).poll()
     assert Head.decode(FolderStore(folder / "store").latest()).newest.step == 3
     expected = load_model(folder / "mixture", dtype="bfloat16")
@@ -116,6 +117,14 @@ def test_a_kill_of_the_first_rank_while_it_publishes_leaves_a_store_that_goes_on
         published(folder, "mixture", {}, folder / "alone", versions)
     heads = [Head.decode(FolderStore(folder / name).latest()) for name in ("store", "alone")]
     assert heads[0].chain == heads[1].chain
+
+
+def test_a_version_that_the_store_did_not_take_is_published_again(folder):
+    """What other ranks had sent for it is not taken for the next one's."""
+    run_ranks(3, published, folder, "mixture", {"dp_shard": 3, "ep": 3}, folder / "store", range(4), "fails")
+    published(folder, "mixture", {}, folder / "alone", range(4))
+    chains = [Head.decode(FolderStore(folder / name).latest()).chain for name in ("store", "alone")]
+    assert chains[0] == chains[1]
 
 
 def test_large_tensors_are_spread_over_the_ranks_that_hold_them():
