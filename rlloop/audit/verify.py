@@ -20,6 +20,7 @@ from rlloop.audit.parts import Parts, find_parts
 from rlloop.audit.provenance import Fleet, Orphaned
 from rlloop.audit.rescore import Rescored
 from rlloop.audit.rewards import Rewards
+from rlloop.audit.versions import WEIGHTS, check_versions
 from rlloop.parity.witness import read_public_key
 from rlloop.runs.folder import SIGNATURES, require_run
 
@@ -54,6 +55,8 @@ def verify(
     asked = not isinstance(history.built, str) and history.built.certificate.key is not None
     if asked or key is not None or (run / SIGNATURES).exists():
         yield _safe("signature", lambda: chain.check_signature(history, key))
+    if (run / WEIGHTS / "latest").exists():
+        yield _safe("versions", lambda: check_versions(history))
     if (witness := extent.witness) is not None:
         yield _safe("witness", lambda: chain.check_witness(history, witness))
     if history.is_own:

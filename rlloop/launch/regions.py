@@ -12,8 +12,8 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.prepare import Prepared
+from rlloop.launch.ray_pool import RemoteHistory
+from rlloop.launch.torchrun import LeadingHandle, ranked_parts
 from rlloop.launch.workers import load, make_history, make_trainer, vocabulary_of
 from rlloop.loop.partial import Partial, measured
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import InStep, Pipelined, Schedule
+from rlloop.loop.schedule import History, InStep, Pipelined, Schedule
 from rlloop.models import Model
+from rlloop.models.config import read_config
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.first_difference import diagnose
 from rlloop.rollout import Engine
@@ -51,41 +54,12 @@ log = logging.getLogger(__name__)
 @contextmanager
 def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """Trainer, publisher, pool of engines, and the server that engines join by. All of it ends with the context."""
-    from rlloop.rollout.fleet.trainer_server import trainer_app
-
-    fleet = config.fleet
-    token = read_token(fleet.token_file)
-    listen = Listen(fleet.host, fleet.port, token, _path(fleet.certificate), _path(fleet.key))
     path = prepared.task.model_folder()
     model = load(config, path)
     trainer = make_trainer(model, config, path)
-    history, carried = make_history(model, trainer, config), None
-    schedule: Schedule = InStep()
-    if history is not None and config.rollout.partial.prompts:
-        schedule = carried = Partial(config, history)
-    elif history is not None:
-        schedule = Pipelined(fleet.max_version_lag, history, config.trainer.num_steps)
-    key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
-    store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
-    publisher = Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
-    with ExitStack() as stack:
-        thread = stack.enter_context(ThreadPoolExecutor(1, "publisher"))  # ends after the pool, which it may wait for
-        pool = open_pool(
-            fleet,
-            folder.fleet.append,
-            token=token,
-            holder=publisher.run_id,
-            term=publisher.claim(),
-            vocabulary=model.config.vocab_size,
-            objection=partial(numerics_objection, model.fingerprint(), config.parity.mode),
-        )
-        stack.callback(pool.close)
-        server = BackgroundServer(trainer_app(store, pool, publisher.squash_for), listen)
-        stack.callback(server.close)
-        note_address(folder, server.url)
-        prompts, sampling = canary_requests(config, prepared.task)
-        reference = Reference(model, prompts, sampling)
-        engine = PoolEngine(pool, model.fingerprint())
+    schedule = _schedule(config, make_history(model, trainer, config))
+    publisher, prompts = open_publisher(config, folder), canary_requests(config, prepared.task)
+    with fleet_of(config, folder, publisher, model.config.vocab_size, model.fingerprint()) as (engine, thread):
         yield Parts(
             task=prepared.task,
             engine=engine,
@@ -94,7 +68,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
                 model,
                 publisher,
                 engine,
-                reference,
+                Reference(model, *prompts),
                 config.trainer.encode_on_device,
                 thread,
             ),
@@ -105,8 +79,94 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
             schedule=schedule,
-            measured=partial(measured, pool.take_metrics, carried),
+            measured=_measured(engine, schedule),
         )
+
+
+@contextmanager
+def ranked_region_parts(
+    config: RunConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    *,
+    start: Callable[..., AbstractContextManager[LeadingHandle]],
+) -> Iterator[Parts]:
+    """`region_parts` where the trainer has several ranks, which `start(config, prepared, publisher)` starts.
+
+    Their own engines, in `rollout.layout`, make canaries alone.
+    """
+    publisher, (prompts, sampling) = open_publisher(config, folder), canary_requests(config, prepared.task)
+    tokens = max(config.rollout.max_tokens, _tokens(prompts, sampling))
+    small = replace(config, rollout=replace(config.rollout, max_cache_tokens=tokens))
+    with start(small, prepared, publisher) as ranks:
+        fingerprint = ranks.call("trainer_fingerprint")()
+        schedule = _schedule(config, RemoteHistory(ranks))
+        vocabulary = read_config(prepared.task.model_folder()).vocab_size
+        with fleet_of(config, folder, publisher, vocabulary, fingerprint) as (engine, thread):
+            reference = RankedReference(ranks, prompts, sampling, hardware_class(fingerprint))
+            yield ranked_parts(
+                config,
+                prepared,
+                folder,
+                ranks,
+                engine=engine,
+                sync=RankedRegionSync(ranks, publisher, engine, reference, thread),
+                schedule=schedule,
+                measured=_measured(engine, schedule),
+            )
+
+
+def open_publisher(config: RunConfig, folder: RunFolder) -> Publisher:
+    """The run's publisher, on the store that `config` names or one in the run's folder."""
+    fleet = config.fleet
+    key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
+    store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
+    return Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
+
+
+@contextmanager
+def fleet_of(
+    config: RunConfig, folder: RunFolder, publisher: Publisher, vocabulary: int, fingerprint: dict[str, Any]
+) -> Iterator[tuple[PoolEngine, Executor]]:
+    """The pool of engines as one engine, and a thread to publish in; beside them the server that engines join by.
+
+    `fingerprint`: the trainer's.
+    """
+    from rlloop.rollout.fleet.trainer_server import trainer_app  # after `rlloop.web.server`, which names the extra
+
+    fleet = config.fleet
+    token = read_token(fleet.token_file)
+    listen = Listen(fleet.host, fleet.port, token, _path(fleet.certificate), _path(fleet.key))
+    with ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1, "publisher"))  # ends after the pool, which it may wait for
+        pool = open_pool(
+            fleet,
+            folder.fleet.append,
+            token=token,
+            holder=publisher.run_id,
+            term=publisher.claim(),
+            vocabulary=vocabulary,
+            objection=partial(numerics_objection, fingerprint, config.parity.mode),
+        )
+        stack.callback(pool.close)
+        server = BackgroundServer(trainer_app(publisher.store, pool, publisher.squash_for), listen)
+        stack.callback(server.close)
+        note_address(folder, server.url)
+        yield PoolEngine(pool, fingerprint), thread
+
+
+def _schedule(config: RunConfig, history: History | None) -> Schedule:
+    if config.rollout.partial.prompts:
+        assert history is not None
+        return Partial(config, history)
+    if config.fleet.max_version_lag:
+        assert history is not None
+        return Pipelined(config.fleet.max_version_lag, history, config.trainer.num_steps)
+    return InStep()
+
+
+def _measured(engine: PoolEngine, schedule: Schedule) -> Callable[[], Mapping[str, float]]:
+    return partial(measured, engine.pool.take_metrics, schedule if isinstance(schedule, Partial) else None)
 
 
 def open_pool(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> EnginePool:
@@ -132,8 +192,7 @@ class Reference:
 
     def __init__(self, model: Model, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
         self._prompts, self._sampling = prompts, sampling
-        tokens = sum(len(prompt) + params.max_tokens + 16 for prompt, params in zip(prompts, sampling, strict=True))
-        self._engine = Engine(model.with_profile(model.profile), max_cache_tokens=max(tokens, 256))
+        self._engine = Engine(model.with_profile(model.profile), max_cache_tokens=_tokens(prompts, sampling))
         self._hardware = hardware_class(model.fingerprint())
 
     def canary(self, version: int) -> Canary | None:
@@ -142,6 +201,28 @@ class Reference:
         self._engine.set_version(version)
         completions = self._engine.generate(self._prompts, self._sampling)
         return Canary(self._prompts, self._sampling, self._hardware, completions)
+
+
+def _tokens(prompts: list[list[int]], sampling: list[SamplingParams]) -> int:
+    """Of a cache that holds the canary."""
+    return max(256, sum(len(prompt) + each.max_tokens + 16 for prompt, each in zip(prompts, sampling, strict=True)))
+
+
+@dataclass
+class RankedReference:
+    """`Reference` where the trainer has several ranks: by their own engines."""
+
+    ranks: LeadingHandle
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    hardware: str
+
+    def canary(self, version: int) -> Canary | None:
+        self.ranks.call("set_version", version)()
+        if not self.prompts:
+            return None
+        completions = self.ranks.call("generate", version, self.prompts, self.sampling)()
+        return Canary(self.prompts, self.sampling, self.hardware, completions)
 
 
 @dataclass
@@ -182,6 +263,31 @@ class RegionSync:
         due = self.publisher.anchor_due()  # a whole version takes long, so engines sample meanwhile
         self._anchoring = self.thread.submit(self.publisher.anchor) if due else None
         return {**published.metrics, **self.engine.serve_version(version, canary)}
+
+
+@dataclass
+class RankedRegionSync:
+    """`RegionSync` where the trainer has several ranks. They encode in turn with training, each its share; a thread
+    waits until engines serve the version."""
+
+    ranks: LeadingHandle
+    publisher: Publisher  # that the first rank has
+    engine: PoolEngine
+    reference: RankedReference
+    thread: Executor  # a single one
+    _anchoring: Future[None] | None = None
+
+    def publish(self, version: int) -> Future[Mapping[str, Any]]:
+        canary = self.reference.canary(version)
+        metrics = self.ranks.call("publish_to_store", version)()
+        return self.thread.submit(self._serve, version, canary, metrics)
+
+    def _serve(self, version: int, canary: Canary | None, metrics: dict[str, float]) -> dict[str, float]:
+        if self._anchoring is not None:
+            self._anchoring.result()  # has ended, perhaps by an error
+        due = self.publisher.anchor_due()  # ranks store it while engines sample
+        self._anchoring = self.thread.submit(lambda: self.ranks.call("anchor")()) if due else None
+        return {**metrics, **self.engine.serve_version(version, canary)}
 
 
 def run_id_of(path: Path) -> str:

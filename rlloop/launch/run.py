@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from errno import EDQUOT, EFBIG, ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             while finished is None:
                 certificate = Certificate(folder.parity, attest)
                 certificate.note(config=config_digest)
-                builder = builder_of(job.config) if leader is None else leader.parts
+                builder = builder_of(job.config, leader)
                 try:
                     finished = _drive(job, prepared, builder, folder, certificate, interrupts, callbacks, console)
                 except RankFailed as failure:
@@ -151,12 +152,13 @@ def _ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Abst
 BUILDERS: dict[Launch, Builder] = {Launch.local: local_parts, Launch.ray: _ray_parts}
 
 
-def builder_of(config: RunConfig) -> Builder:
+def builder_of(config: RunConfig, leader: Leader | None = None) -> Builder:
+    """Makes the parts of a run; `leader`: of the other ranks, under torchrun."""
     if config.fleet.kind is FleetKind.regions:
-        from rlloop.launch.regions import region_parts  # brings the servers' packages, an extra
+        from rlloop.launch.regions import ranked_region_parts, region_parts  # brings the servers' packages, an extra
 
-        return region_parts
-    return BUILDERS[config.launch]
+        return region_parts if leader is None else partial(ranked_region_parts, start=leader.ranks)
+    return BUILDERS[config.launch] if leader is None else leader.parts
 
 
 def _drive(

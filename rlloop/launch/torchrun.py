@@ -47,6 +47,7 @@ from rlloop.parallel.progress import SILENT, Watch
 from rlloop.parallel.start import NEVER, Place, Store, host_store, meet
 from rlloop.runs.folder import RunFolder
 from rlloop.sync.colocated import ColocatedSync
+from rlloop.sync.publisher import Publisher
 from rlloop.trainer import CheckpointStore
 
 END = "end"  # a call that ends the ranks
@@ -115,33 +116,54 @@ class Leader:
     @contextmanager
     def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
         """Trainer and engines over all ranks."""
+        with self.ranks(config, prepared) as ranks:
+            engine, schedule = RemoteEngine(ranks), partial_schedule(config, ranks)
+            yield ranked_parts(
+                config,
+                prepared,
+                folder,
+                ranks,
+                engine=engine,
+                sync=ColocatedSync(engine),
+                schedule=schedule or InStep(),
+                measured=partial(measured, dict, schedule),
+            )
+
+    @contextmanager
+    def ranks(
+        self, config: RunConfig, prepared: Prepared, publisher: Publisher | None = None
+    ) -> Iterator[LeadingHandle]:
+        """All ranks, as one worker. `publisher`: see `Colocated`."""
         path = str(prepared.task.model_folder().absolute())
-        model = read_config(path)
-        check_model(config, model)
+        check_model(config, read_config(path))
         place = self.here.place(self._jobs)
         here = self.here.neighbours or self.here.size
         start = (config, path, max(1, torch.get_num_threads() // here))
         _put(self._store, f"job/{self._jobs}", start)
         self._jobs += 1
-        ranks = LeadingHandle(partial(Colocated, *start, place), place, prepared.loss, config.ray.rank_timeout)
+        make = partial(Colocated, *start, place, publisher)
+        ranks = LeadingHandle(make, place, prepared.loss, config.ray.rank_timeout)
         try:
-            engine, schedule = RemoteEngine(ranks), partial_schedule(config, ranks)
-            yield Parts(
-                task=prepared.task,
-                engine=engine,
-                trainer=RemoteTrainer(ranks),
-                sync=ColocatedSync(engine),
-                scorer=prepared.scorer,
-                advantages=prepared.advantages,
-                loss=prepared.loss,
-                checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-                vocabulary=vocabulary_of(model),
-                doctor=lambda sample, difference: ranks.call("diagnose", sample, difference)(),
-                schedule=schedule or InStep(),
-                measured=partial(measured, dict, schedule),
-            )
+            yield ranks
         finally:
             ranks.close()
+
+
+def ranked_parts(
+    config: RunConfig, prepared: Prepared, folder: RunFolder, ranks: LeadingHandle, **others: Any
+) -> Parts:
+    """Parts of a run whose trainer is `ranks`. `others`: engine, sync, schedule and what else they bring."""
+    return Parts(
+        task=prepared.task,
+        trainer=RemoteTrainer(ranks),
+        scorer=prepared.scorer,
+        advantages=prepared.advantages,
+        loss=prepared.loss,
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        vocabulary=vocabulary_of(read_config(prepared.task.model_folder())),
+        doctor=lambda sample, difference: ranks.call("diagnose", sample, difference)(),
+        **others,
+    )
 
 
 class LeadingHandle:

@@ -24,8 +24,9 @@ from rlloop.config.model import LoraSection
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.config.run import ParityMode, RunConfig
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, SyncError
 from rlloop.launch.garbage import collect_rarely
+from rlloop.launch.publishing import Publications
 from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
@@ -46,9 +47,12 @@ from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.protocols import InProcessEngine
 from rlloop.rollout import Engine, vllm
+from rlloop.rollout.engine.leader import hand_out
 from rlloop.study.drifted_ops import drifted_ops
-from rlloop.sync.bundle import Bundle, BundlePublisher, BundleReplica
-from rlloop.sync.live import LiveTarget, named_weights, published_weights
+from rlloop.sync.bundle import Bundle, BundleReplica
+from rlloop.sync.live import LiveTarget, named_weights
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.target import TORN
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
 from rlloop.trainer.history import WeightHistory
@@ -70,11 +74,7 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
             f"{source} has packed weights (quantization_config in its config.json), which are frozen: set "
             "model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
         )
-    profile = NumericsProfile(**vars(config.model.profile))
-    model = load_model(
-        source, dtype=config.model.dtype, device=config.device, profile=profile, context=context,
-        quantize=config.model.quantize,
-    )  # fmt: skip
+    model = loaded(config, source, context)
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)
         if broken:
@@ -83,6 +83,16 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
                 f"this machine does not keep the numerical contract in {config.model.dtype} ({reasons}), so "
                 "parity.mode=require cannot hold; `rlloop doctor` says more, and parity.mode=observe measures it"
             )
+    return model
+
+
+def loaded(config: RunConfig, source: str | Path, context: ParallelContext | None = None) -> Model:
+    """`load` without its checks."""
+    profile = NumericsProfile(**vars(config.model.profile))
+    model = load_model(
+        source, dtype=config.model.dtype, device=config.device, profile=profile, context=context,
+        quantize=config.model.quantize,
+    )  # fmt: skip
     return model if config.model.lora.rank == 0 else with_lora(model, config.model.lora, config.seed)
 
 
@@ -221,12 +231,21 @@ class Rank:
 
 
 class Replica(Rank):
-    """One engine with its own weights, rewritten in place at each version."""
+    """One engine with its own weights, rewritten in place at each version.
+
+    Of several ranks the first has a whole copy of the weights in the host's memory, which follows the versions; the
+    others get their parts from it.
+    """
 
     def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
         super().__init__(config, threads, place, config.world.engine, config.world.engine)
         self._open(config, path)
-        target = LiveTarget(named_weights(self.model).items(), self.engine.set_version)  # it is called between batches
+        self._followed = self.model
+        if self.world.size > 1 and self.world.rank == 0:
+            self._followed = loaded(config, path, ParallelContext(torch.device("cpu")))
+        self._versions = [TORN]  # of the whole copy
+        took = self.engine.set_version if self.world.size == 1 else self._versions.append  # called between batches
+        target = LiveTarget(named_weights(self._followed).items(), took)
         self._sync = BundleReplica(target, threads)
 
     def _open(self, config: RunConfig, path: str, *, apart: bool = False, beside: bool = False) -> None:
@@ -264,16 +283,32 @@ class Replica(Rank):
 
     def apply(self, bundle: Bundle) -> dict[str, float]:
         """Brings the live parameters to the bundle's version. Raises `SyncError`, and then keeps the previous one."""
-        return self._sync.apply(bundle)
+        if self.world.size == 1:
+            return self._sync.apply(bundle)
+        metrics, refused = dict[str, float](), None
+        if self.world.rank == 0:
+            try:
+                metrics = self._sync.apply(bundle)
+            except SyncError as error:
+                refused = error
+        version, refused = self.world.broadcast_object((self._versions[-1], refused))
+        if refused is not None:  # on all ranks, which then go on
+            raise refused
+        hand_out(self.model, self._followed if self.world.rank == 0 else None)
+        self.engine.set_version(version)
+        return metrics
 
     def fingerprint(self) -> dict[str, Any]:
         return self.compared(self.engine.fingerprint())
 
 
 class Colocated(Replica):
-    """Trainer and engine over one set of parameters, which need no sync, and the publisher for replicas."""
+    """Trainer and engine over one set of parameters, which need no sync, and the publisher for other engines."""
 
-    def __init__(self, config: RunConfig, path: str, threads: int, place: Place = ALONE) -> None:
+    def __init__(
+        self, config: RunConfig, path: str, threads: int, place: Place = ALONE, publisher: Publisher | None = None
+    ) -> None:
+        """`publisher`: of the first rank, for `publish_to_store`."""
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
         # Sharded parameters are whole only while the trainer computes with them.
         lora = config.model.lora.rank > 0
@@ -282,8 +317,13 @@ class Colocated(Replica):
         self.trainer = make_trainer(self.model, config, path)
         self.trainer.neighbours = sleepers(self.engine)
         self._history = make_history(self.model, self.trainer, config)
-        self._publisher = BundlePublisher("node", threads)
-        self._encodes_on_device = config.trainer.encode_on_device
+        self._publications = Publications(
+            self.sampled if self._apart else self.model,
+            self.world,
+            publisher,
+            on_device=config.trainer.encode_on_device,
+            threads=threads,
+        )
         self._published: dict[str, float] = {}
 
     def set_version(self, version: int) -> None:
@@ -293,19 +333,20 @@ class Colocated(Replica):
         self.engine.set_version(version)
 
     def publish(self, version: int) -> Bundle | None:
-        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`.
-
-        Rank 0 encodes it: beside replicas every rank has whole weights.
-        """
+        """The bundle that brings a replica of the previous version to the trainer's weights, now `version`; rank 0 has
+        it. Each rank encodes its share."""
         self.set_version(version)
-        if self.world.rank > 0:
-            return None
-        tensors, aliases = published_weights(
-            self.sampled if self._apart else self.model, on_device=self._encodes_on_device
-        )
-        bundle = self._publisher.publish(tensors, version, aliases)
-        self._published = bundle.metrics
+        bundle = self._publications.bundle(version)
+        self._published = {} if bundle is None else bundle.metrics
         return bundle
+
+    def publish_to_store(self, version: int) -> dict[str, float] | None:
+        """Publish the weights, which the engine has as `version`, to the store. Returns sync/* metrics on rank 0."""
+        return self._publications.to_store(version)
+
+    def anchor(self) -> None:
+        """Store the last published version whole."""
+        self._publications.anchor()
 
     def published(self) -> dict[str, float]:
         """sync/* metrics of the last publication."""
@@ -313,7 +354,7 @@ class Colocated(Replica):
 
     def joining(self) -> Bundle | None:
         """The bundle that brings any replica, of whatever version, to the last published one; rank 0 has it."""
-        return self._publisher.joining() if self.world.rank == 0 else None
+        return self._publications.joining()
 
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None

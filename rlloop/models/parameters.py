@@ -37,12 +37,16 @@ class ParameterStore:
         return {name: entry.live.detach() for name, entry in self.entries.items()}
 
     def as_stored(self) -> dict[str, Tensor]:
-        """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
-        them; tied weights under each of their names; weights in 8 bits as codes and scales."""
+        """The live parameters, as `stored`; tied weights under each of their names."""
         live = self.tensors()
+        return {**self.stored(live), **{alias: live[of] for alias, of in self.aliases.items()}}
+
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Some parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
+        them; weights in 8 bits as codes and scales."""
         if self._architecture is None:
-            return live
-        named = {**stored_state(live, self._architecture), **{alias: live[of] for alias, of in self.aliases.items()}}
+            return dict(tensors)
+        named = stored_state(tensors, self._architecture)
         return {key: x for name, tensor in named.items() for key, x in fp8.as_stored(name, tensor).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

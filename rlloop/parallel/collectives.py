@@ -37,6 +37,11 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     _posted: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque, repr=False)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks' numbers in the default process group, in order; of one rank alone, none."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # a copy of a model meets the same ranks
 
@@ -120,6 +125,17 @@ class Ranks:
         while self._posted and self._posted[0][0].is_completed():
             self._posted.popleft()
         self._posted.append((work, x))  # kept until it has been read
+
+    def post_bytes(self, content: bytes, to: int) -> None:
+        """`post` of any number of bytes, which rank `to` receives by `receive_bytes`; over the CPU's network."""
+        self.post(torch.tensor([len(content)]), to)
+        if content:
+            self.post(torch.frombuffer(bytearray(content), dtype=torch.uint8), to)
+
+    def receive_bytes(self, source: int) -> bytes:
+        """The next bytes that rank `source` has posted."""
+        size = int(self.receive(torch.empty(1, dtype=torch.int64), source))
+        return self.receive(torch.empty(size, dtype=torch.uint8), source).numpy().tobytes() if size else b""
 
     @meets
     def send(self, x: Tensor, to: int) -> None:

@@ -15,6 +15,7 @@ from rlloop.sync.bits import Tensors
 from rlloop.sync.manifest import Head, Link, hash_of, public_hex, public_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.replica import Replica
+from rlloop.sync.shares import Shares
 from rlloop.sync.store import Conflict, Missing
 from rlloop.sync.target import Target
 
@@ -68,16 +69,22 @@ class MemoryStore:
 
 
 class BundlePublisher:
-    """Publishes each version as a bundle and keeps none: `joining` builds one for a new replica."""
+    """Publishes each version as a bundle and keeps none: `joining` builds one for a new replica.
+
+    Over ranks, its methods are called within `Shares.lead`.
+    """
 
     def __init__(self, run_id: str, threads: int = 1) -> None:
         key = Ed25519PrivateKey.generate()  # used by this process's replicas alone, and never stored
         self._store, self._key = MemoryStore(), public_hex(key)
         self._publisher = Publisher(self._store, key, run_id, threads=threads)
 
-    def publish(self, tensors: Tensors, step: int, aliases: Mapping[str, str]) -> Bundle:
-        """A delta from the previous version. The first version, and one that changes nothing, come whole."""
-        published = self._publisher.publish(tensors, step, aliases=aliases)
+    def publish(self, tensors: Tensors, step: int, aliases: Mapping[str, str], shares: Shares | None = None) -> Bundle:
+        """A delta from the previous version. The first version, and one that changes nothing, come whole.
+
+        `shares`: as `Publisher.publish`.
+        """
+        published = self._publisher.publish(tensors, step, aliases=aliases, shares=shares)
         if not published.metrics:
             return self.joining()
         assert self._publisher.head is not None

@@ -4,6 +4,8 @@ Each encoding costs a header and tables of statistics. So changed tensors of few
 concatenated with others of their dtype, up to a chunk: a mixture's experts, norms, biases, all of a small model. The
 first of a group carries the encoding; the others are `joined` to it. Groups are contiguous, since a listing has large
 tensors first and then the small ones by dtype.
+
+Over ranks (`rlloop.sync.shares`) each encodes some of these units; the bytes are those of one.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,15 +33,31 @@ WHOLE_AHEAD = 4  # whole tensors that are encoded at a time: bounds the memory
 JOINED = 1 << 20  # elements
 _UNCHANGED: tuple[CodecName, int] = ("unchanged", 0)
 _JOINED: tuple[CodecName, int] = ("joined", 0)
+Unit = tuple[list[str], codec.Encoded, list[bytes]]  # names encoded together, their encoding and digests
+
+
+class Sharing(Protocol):
+    """Ranks that encode a state together: `rlloop.sync.shares.Shares`."""
+
+    def own(self, units: Sequence[list[str]]) -> list[list[str]]: ...
+
+    def gathered(self, units: Sequence[list[str]], own: Iterator[Unit]) -> Generator[Unit]: ...
+
+    def hand_out(
+        self, listing: Listing | None, state: Tensors, digests: Mapping[str, bytes]
+    ) -> tuple[Listing | None, Tensors, Mapping[str, bytes]]: ...
+
+    def order(self, order: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Packed:
-    """An encoded state, whose pieces are in the store."""
+    """An encoded state, whose pieces are in the store. Complete on the first rank; others know their own share."""
 
     entries: tuple[Entry, ...]  # in the listing's order
     digests: dict[str, bytes]  # by name, of the new state
     pieces: tuple[bytes, ...]  # hashes
+    written: tuple[str, ...]  # of this rank's tensors, those that may differ from `base`
     changed: int  # elements
     diff_seconds: float  # spent on finding the changes, summed over threads
     store_seconds: float  # spent in the store
@@ -46,43 +65,72 @@ class Packed:
 
 
 def listing_of(tensors: Tensors, aliases: Mapping[str, str]) -> Listing:
-    """The listing of a state: large tensors in the order given, then the small ones by dtype."""
-    listed = [(name, bits.dtype, bits.shape) for name, bits in tensors.items()]
-    listed.sort(key=lambda one: (False, "") if tensors[one[0]].size >= JOINED else (True, one[1]))
+    return listing_from(((name, bits.dtype, bits.shape) for name, bits in tensors.items()), aliases)
+
+
+def listing_from(tensors: Iterable[tuple[str, str, tuple[int, ...]]], aliases: Mapping[str, str]) -> Listing:
+    """The listing of a state: large tensors in the order given, then the small ones by dtype.
+
+    `tensors`: (name, dtype, shape) each.
+    """
+    listed = sorted(tensors, key=lambda one: (True, one[1]) if is_joined(one[2]) else (False, ""))
     return Listing(tuple(listed), dict(aliases))
 
 
+def is_joined(shape: Sequence[int]) -> bool:
+    """True for a tensor that is small enough to be encoded together with others."""
+    return math.prod(shape) < JOINED
+
+
 def pack(
-    store: Store, listing: Listing, tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int
+    store: Store | None,
+    listing: Listing,
+    tensors: Tensors,
+    base: Tensors,
+    digests: Mapping[str, bytes],
+    threads: int,
+    shares: Sharing | None = None,
 ) -> Packed:
     """Encode `tensors` for receivers that have `base` (empty: nothing), and put the pieces into the store.
 
-    `digests`: of `base`'s tensors, so that unchanged ones need not be hashed again.
+    `digests`: of `base`'s tensors, so that unchanged ones need not be hashed again. `shares`: of several ranks, each of
+    which has its own `tensors` and `base`; the first has the store, and writes what all have encoded. Collective.
     """
     began = time.perf_counter()
     units = _units(listing, tensors, base)
-    stream, changed = StreamWriter(store), 0
+    own = units if shares is None else shares.own(units)
+    # Over ranks always in threads, so that a rank encodes while it waits for another's.
+    every = _encoded(own, tensors, base, digests, threads, at_once=shares is not None)
+    if shares is not None:
+        every = shares.gathered(units, every)
+    stream, changed = None if store is None else StreamWriter(store), 0
     encoding_of = dict[str, tuple[CodecName, int]]()  # name -> codec and size
     indices_of = dict[str, Sequence[np.ndarray | None]]()
     hashes = dict[str, bytes]()
     compared = time.perf_counter() - began
-    for names, encoded, unit_digests in _encoded(units, tensors, base, digests, threads):
-        stream.write(encoded.content)
-        changed, compared = changed + encoded.changed, compared + encoded.diff_seconds
-        encoding_of.update(dict.fromkeys(names, _JOINED))
-        encoding_of[names[0]] = encoded.codec, len(encoded.content)
-        if len(names) == 1 and encoded.places:
-            indices_of[names[0]] = encoded.places
-        hashes |= zip(names, unit_digests, strict=True)
-    stream.end()
+    with closing(every):
+        for names, encoded, unit_digests in every:
+            if stream is not None:
+                stream.write(encoded.content)
+            changed, compared = changed + encoded.changed, compared + encoded.diff_seconds
+            encoding_of.update(dict.fromkeys(names, _JOINED))
+            encoding_of[names[0]] = encoded.codec, len(encoded.content)
+            if len(names) == 1 and encoded.places:
+                indices_of[names[0]] = encoded.places
+            hashes |= zip(names, unit_digests, strict=True)
+    if stream is not None:
+        stream.end()
+    written = [name for names in units if encoding_of.get(names[0]) != _UNCHANGED for name in names if name in tensors]
+    others = set(written) - hashes.keys()  # small tensors that another rank has encoded
     entries, offset = list[Entry](), 0
     for name, dtype, shape in listing.tensors:
         codec_name, size = encoding_of.get(name, _UNCHANGED)
         entries.append(Entry(name, dtype, shape, codec_name, offset, size))
         offset += size
-        if name not in hashes:
+        if name in tensors and name not in hashes and name not in others:
             hashes[name] = digests.get(name) or tensors[name].digest()
-    return Packed(tuple(entries), hashes, tuple(stream.pieces), changed, compared, stream.seconds, indices_of)
+    pieces, seconds = ((), 0.0) if stream is None else (tuple(stream.pieces), stream.seconds)
+    return Packed(tuple(entries), hashes, pieces, tuple(written), changed, compared, seconds, indices_of)
 
 
 def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None:
@@ -90,13 +138,13 @@ def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None
 
     from rlloop.sync import steps_fast
 
-    def one(entry: Entry) -> None:
-        if not isinstance(base[entry.name], Bits):
-            on_device: Any = base[entry.name], tensors[entry.name]
+    def one(name: str) -> None:
+        if not isinstance(base[name], Bits):
+            on_device: Any = base[name], tensors[name]
             on_device[0].tensor.copy_(on_device[1].tensor)
             return
-        old, new = base[entry.name].array.reshape(-1), tensors[entry.name].array.reshape(-1)
-        chunk_indices = packed.places.get(entry.name, ())
+        old, new = base[name].array.reshape(-1), tensors[name].array.reshape(-1)
+        chunk_indices = packed.places.get(name, ())
         for number, start in enumerate(range(0, old.size, codec.CHUNK)):
             into, source = (each[start : start + codec.CHUNK] for each in (old, new))
             few = chunk_indices[number] if number < len(chunk_indices) else None
@@ -105,18 +153,22 @@ def adopt(base: Tensors, tensors: Tensors, packed: Packed, threads: int) -> None
             else:
                 steps_fast.adopt(into, few, source)
 
-    each(one, [entry for entry in packed.entries if entry.codec != "unchanged"], threads)
+    each(one, packed.written, threads)
 
 
 def beside(state: Tensors, tensors: Tensors) -> Tensors:
     """`state` where `tensors` are: one that was rebuilt from a store is in the host's memory."""
-    if not state or isinstance(next(iter(tensors.values())), Bits) or not isinstance(next(iter(state.values())), Bits):
+    if not state or _on_host(tensors) or not _on_host(state):
         return state
     from rlloop.sync import device  # Triton's
 
     on_device: Mapping[str, Any] = tensors
     moved: Any = {name: device.sent(bits, on_device[name].tensor.device) for name, bits in state.items()}
     return moved
+
+
+def _on_host(tensors: Mapping[str, Any]) -> bool:
+    return all(isinstance(bits, Bits) for bits in itertools.islice(tensors.values(), 1))
 
 
 def on_host(tensors: Tensors) -> Tensors:
@@ -168,10 +220,10 @@ def unpack(group: Sequence[Entry], content: bytes, olds: Sequence[Bits | None]) 
 def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]:
     """Groups of names that are encoded together, in the listing's order, without small tensors that did not change."""
     units, group, size, group_dtype = list[list[str]](), list[str](), 0, ""
-    same = _unchanged([name for name, *_ in listing.tensors if tensors[name].size < JOINED], tensors, base)
-    for name, dtype, _ in listing.tensors:
-        elements = tensors[name].size
-        if elements >= JOINED:
+    same = _unchanged([name for name, _, shape in listing.tensors if is_joined(shape)], tensors, base)
+    for name, dtype, shape in listing.tensors:
+        elements = math.prod(shape)
+        if not is_joined(shape):
             units.append([name])
         elif name not in same:
             if dtype != group_dtype or size + elements > codec.CHUNK:
@@ -185,7 +237,7 @@ def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]
 def _unchanged(names: Sequence[str], tensors: Mapping[str, Any], base: Mapping[str, Any]) -> set[str]:
     """Those that are the same in `base`."""
     pairs = {name: (base[name], tensors[name]) for name in names if name in base}
-    if not isinstance(next(iter(tensors.values())), Bits):
+    if not _on_host(tensors):
         from rlloop.sync import device  # Triton's
 
         return device.unchanged(pairs)
@@ -193,13 +245,20 @@ def _unchanged(names: Sequence[str], tensors: Mapping[str, Any], base: Mapping[s
 
 
 def _encoded(
-    units: list[list[str]], tensors: Tensors, base: Tensors, digests: Mapping[str, bytes], threads: int
-) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
-    """Names, encoding and digests of each unit, in order. With several threads, units are encoded ahead of need.
+    units: list[list[str]],
+    tensors: Tensors,
+    base: Tensors,
+    digests: Mapping[str, bytes],
+    threads: int,
+    *,
+    at_once: bool = False,
+) -> Generator[Unit]:
+    """Names, encoding and digests of each unit, in order. With several threads, or `at_once`, units are encoded ahead
+    of need.
 
     Deltas are small, so all of them are begun at once, the largest tensors first; of whole tensors a few.
     """
-    if not isinstance(next(iter(tensors.values())), Bits):
+    if not _on_host(tensors):
         yield from _encoded_on_device(units, tensors, base, digests, threads)
         return
 
@@ -212,7 +271,8 @@ def _encoded(
             return encoded, [digests[names[0]]]
         return encoded, [tensors[name].digest() for name in names]
 
-    if threads == 1 or sum(tensors[name].size for names in units for name in names) <= codec.CHUNK:
+    few = threads == 1 or sum(tensors[name].size for names in units for name in names) <= codec.CHUNK
+    if few and not at_once:
         yield from ((names, *one(names)) for names in units)
         return
     with ThreadPoolExecutor(threads) as pool:
@@ -247,7 +307,7 @@ def _encoded_on_device(
     base: Mapping[str, Any],
     digests: Mapping[str, bytes],
     threads: int,
-) -> Iterator[tuple[list[str], codec.Encoded, list[bytes]]]:
+) -> Iterator[Unit]:
     from rlloop.sync import device  # Triton's
 
     def whole(state: Any, names: list[str]) -> Any:

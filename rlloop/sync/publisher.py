@@ -6,11 +6,13 @@ head, and blobs that nothing refers to, which `collect` deletes.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -18,10 +20,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rlloop.errors import ConfigError
 from rlloop.sync.bits import Bits, Tensors, processors
 from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
-from rlloop.sync.packing import adopt, beside, copied, listing_of, on_host, pack
+from rlloop.sync.packing import listing_of, on_host, pack
+from rlloop.sync.published import PublishedState
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
 from rlloop.sync.store import Conflict, Store
 from rlloop.sync.target import MemoryTarget
+
+if TYPE_CHECKING:
+    from rlloop.sync.shares import Shares
 
 KEPT_CHAINS = 2  # that `Publisher.collect` leaves: replicas may still be on their way along the older one
 
@@ -38,7 +44,8 @@ class Published:
 class Publisher:
     """Publishes versions of one run to a store. A second publisher on the same store raises `Conflict`.
 
-    `squash_for` may be called from any thread; everything else from one.
+    `squash_for` may be called from any thread; everything else from one. Where the weights are those of several ranks
+    (`publish(..., shares=...)`), `publish` and `anchor` are called within `Shares.lead`, on the first rank alone.
 
     On a store that has versions it rebuilds the last published bytes from the store and checks them against the root,
     since every replica would refuse a delta from anything else.
@@ -64,13 +71,11 @@ class Publisher:
             raise ConfigError(f"anchor_every is {anchor_every}; it must be at least 1")
         self.store, self.run_id = store, run_id
         self._key, self._threads, self._anchor_every = key, threads or processors(), anchor_every
+        self._state = PublishedState(self._threads)
         self._publishing, self._squashing = threading.Lock(), threading.Lock()
         self._head_bytes = store.latest()
         self.head = None if self._head_bytes is None else Head.decode(self._head_bytes)
-        self._tensors: dict[str, Bits] = {}
-        self._digests: Mapping[str, bytes] = {}  # of those
         self._last: Manifest | None = None
-        self._listing: Listing | None = None  # of the last version
         self._blobs: dict[bytes, tuple[bytes, ...]] = {}  # manifest's hash -> hashes of its blobs
         self._manifests = Manifests(store, key.public_key())
         self._term, self._name = 0, secrets.token_hex(8)
@@ -82,8 +87,8 @@ class Publisher:
                     f"the store has the versions of run {self._last.run_id}, and this is run {run_id}: give it a store "
                     "of its own"
                 )
-            self._tensors, self._digests = state_at(store, key, self.head, self.head.newest.sequence)
-            self._listing = self._manifests.listing_of(self._last.listing)
+            self._state.tensors, self._state.digests = state_at(store, key, self.head, self.head.newest.sequence)
+            self._state.listing = self._manifests.listing_of(self._last.listing)
 
     @property
     def last(self) -> Manifest | None:
@@ -101,26 +106,27 @@ class Publisher:
                 self._move_head(self.head)
             return self._term
 
-    def publish(self, tensors: Tensors, step: int, *, aliases: Mapping[str, str] | None = None) -> Published:
+    def publish(
+        self, tensors: Tensors, step: int, *, aliases: Mapping[str, str] | None = None, shares: Shares | None = None
+    ) -> Published:
         """Make `tensors` the newest version, `run_id/step`. Changed ones are copied, so the caller may overwrite them.
 
         Names are Hugging Face's; `aliases` are the other names of tied weights. Publishing the same step with the same
-        bits again changes nothing. Raises `StoreError` (the old head remains; publish again) and `Conflict`.
+        bits again changes nothing. `shares`: `tensors` are this rank's of them, and it has the aliases. Raises
+        `StoreError` (the old head remains; publish again) and `Conflict`.
         """
         if step < 0:  # -1 is an engine's version while its weights are those of none
             raise ConfigError(f"step is {step}; it must be 0 or more")
         with self._publishing:
-            return self._publish(tensors, step, aliases)
+            listing = listing_of(tensors, aliases or {}) if shares is None else shares.listing
+            if not listing.tensors:
+                raise ConfigError("nothing to publish: no tensors were given")
+            return self._publish(listing, tensors, step, shares)
 
-    def _publish(self, tensors: Tensors, step: int, aliases: Mapping[str, str] | None) -> Published:
-        began, aliases = time.perf_counter(), dict(aliases or {})
-        if not tensors:
-            raise ConfigError("nothing to publish: no tensors were given")
-        previous, listing = self._last, listing_of(tensors, aliases)
-        base: Tensors = {}
-        if self._listing is not None and listing.tensors == self._listing.tensors:
-            base = self._tensors = dict(beside(self._tensors, tensors))
-        packed = pack(self.store, listing, tensors, base, self._digests if base else {}, self._threads)
+    def _publish(self, listing: Listing, tensors: Tensors, step: int, shares: Shares | None) -> Published:
+        began, previous, aliases = time.perf_counter(), self._last, listing.aliases
+        packed = self._state.pack(self.store, listing, tensors, shares)
+        continues = self._state.continues
         changed, root = packed.changed, root_hash(listing.tensors, packed.digests)
         if (
             previous is not None and self.head is not None and not changed and root == previous.root
@@ -133,7 +139,7 @@ class Publisher:
             run_id=self.run_id,
             step=step,
             sequence=0 if self.head is None else self.head.newest.sequence + 1,
-            parent=self.head.newest.manifest if base and self.head is not None else None,
+            parent=self.head.newest.manifest if continues and self.head is not None else None,
             state_of=None,
             listing=listed,
             tensors=packed.entries,
@@ -149,15 +155,13 @@ class Publisher:
         if link.base is None and self.head is not None:  # another layout: no delta leads here from earlier versions
             chain, shortcuts = (link,), ()
         self._move_head(Head(self.run_id, chain, shortcuts))
-        self._last, self._listing, self._digests = manifest, listing, packed.digests
-        if base:
-            adopt(base, tensors, packed, self._threads)
-        else:
-            self._tensors = copied(tensors, self._threads)
+        self._last = manifest
+        self._state.adopt(listing, tensors, packed)
         done = time.perf_counter()
-        elements = sum(bits.size for bits in tensors.values())
+        elements = sum(math.prod(shape) for _, _, shape in listing.tensors)
         worked = encoded_at - began - packed.store_seconds
-        compared = min(packed.diff_seconds / self._threads, worked)
+        encoders = self._threads * (1 if shares is None else shares.ranks.size)
+        compared = min(packed.diff_seconds / encoders, worked)
         metrics = {
             "sync/wire_bytes": float(link.wire_bytes),
             "sync/ratio": manifest.full_bytes / link.wire_bytes,
@@ -255,10 +259,16 @@ class Publisher:
     def _shortcut(self, base: Tensors, link: Link | None) -> Published:
         """Add a route to the newest version: a delta from `link`'s version, whose state is `base`, or an anchor."""
         head, last = self._current()
-        began = time.perf_counter()
-        assert self._listing is not None
-        tensors = on_host(self._tensors) if base else self._tensors  # a GPU that trains has no room for `base`
-        packed = pack(self.store, self._listing, tensors, base, {}, self._threads)
+        began, state = time.perf_counter(), self._state
+        if link is None:
+            packed = state.pack_whole(self.store)
+        else:
+            assert state.listing is not None
+            if state.shares is None:
+                tensors = on_host(state.tensors)  # a GPU that trains has no room for `base`
+            else:  # other ranks, which may be at work, have the rest
+                tensors, _ = state_at(self.store, self._key, head, head.newest.sequence)
+            packed = pack(self.store, state.listing, tensors, base, {}, self._threads)
         manifest = msgspec.structs.replace(
             last,
             parent=None if link is None else link.manifest,
@@ -279,7 +289,7 @@ class Publisher:
 
     def _store_listing(self, listing: Listing) -> tuple[bytes, int]:
         """The listing's hash, and the bytes stored: 0 if the last version has the same."""
-        if listing == self._listing and self._last is not None:
+        if listing == self._state.listing and self._last is not None:
             return self._last.listing, 0
         content = listing.encode()
         return self.store.put(content), len(content)

@@ -7,6 +7,8 @@ import uuid
 
 import pytest
 
+from rlloop.runs.folder import read_records
+from tests.support.fleet_run import outcome
 from tests.support.ranked_run import SMALL, finish, same, start
 from tests.support.ray_processes import parent, ray_processes
 from tests.support.tiny_run import held, steps, train
@@ -82,3 +84,17 @@ def test_more_ranks_than_gpus_are_refused_before_ray_starts(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     assert "trainer.layout and rollout.layout, with ray.replicas=0, need 64 GPUs, and this machine has" in output
+
+
+@pytest.mark.slow
+def test_a_replica_over_ranks_samples_what_one_rank_does(tmp_path):
+    owner, run = uuid.uuid4().hex, tmp_path / "run"
+    layouts = ("trainer.layout.tp=2", "rollout.layout.tp=2", "ray.replicas=1")
+    process = train(run, SMALL, "launch=ray", *layouts, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    serving = {each["engine"] for each in read_records(run / "fleet.jsonl") if each["event"] == "serving"}
+    assert len(serving) == 2
+    assert not ray_processes(owner), "processes were left behind"
+    finish(start(tmp_path / "whole", 1))
+    assert outcome(run) == outcome(tmp_path / "whole")

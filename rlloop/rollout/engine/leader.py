@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.parameters import ParameterStore
@@ -102,9 +104,9 @@ def follow(engine: Engine) -> None:
 
 def hand_out(model: Model, whole: Model | None) -> None:
     """Copy whole parameters, which the first rank has, into each rank's `model`. Collective."""
-    tp, tensors = model.context.tp, {} if whole is None else ParameterStore(whole).tensors()
-    store = ParameterStore(model)
-    for name, entry in store.entries.items():
-        value = tensors[name] if tensors else entry.live.new_empty(entry.shape)
-        value = value.to(entry.live.device, entry.live.dtype).contiguous()
-        store.copy_wholes([(name, tp.broadcast(value, 0))])
+    ranks, tensors = model.context.ranks("world"), {} if whole is None else ParameterStore(whole).tensors()
+    store, device = ParameterStore(model), model.context.device
+    kinds = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    for name, shape, dtype in ranks.broadcast_object(kinds):  # of all stages
+        value = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, dtype=dtype, device=device)
+        store.copy_wholes([(name, ranks.broadcast(value, 0))])

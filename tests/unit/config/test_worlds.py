@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.layout import LayoutConfig, World, shrunk
 from rlloop.config.resume import refuse_other_run
 from rlloop.config.rollout import RolloutConfig
@@ -12,10 +13,10 @@ from rlloop.launch.layouts import check_launch
 from rlloop.parallel.layout import Layout
 
 
-def config(trainer=None, rollout=None, **keys) -> RunConfig:
+def config(trainer=None, rollout=None, shard="optimizer", **keys) -> RunConfig:
     return RunConfig(
         algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
-        trainer=TrainerConfig(layout=LayoutConfig(**(trainer or {}))),
+        trainer=TrainerConfig(layout=LayoutConfig(**(trainer or {})), shard=shard),
         rollout=RolloutConfig(layout=LayoutConfig(**(rollout or {}))),
         **keys,
     )
@@ -87,6 +88,8 @@ def test_several_ranks_need_a_launcher_which_is_named():
         check_launch(config({"dp_shard": 2}), 1)
     assert "launch=ray" in str(refused.value)
     assert "torchrun --nproc-per-node 2 -m rlloop train" in str(refused.value)
+    with pytest.raises(ConfigError, match=r"is one process. Start it as\n  torchrun --nproc-per-node 2 -m rlloop"):
+        check_launch(config({"dp_shard": 2}, fleet=FleetConfig(FleetKind.regions)), 1)
     check_launch(config({"dp_shard": 2}), 2)
     check_launch(config({"dp_shard": 2}, launch=Launch.ray), 1)
     with pytest.raises(ConfigError, match=r"torchrun has started 3 processes. Start it with --nproc-per-node 2"):
@@ -101,8 +104,9 @@ def test_several_ranks_need_a_launcher_which_is_named():
 def test_what_needs_one_rank_is_refused_with_several():
     with pytest.raises(ConfigError, match=r"device=cuda:1 is for one rank, and trainer.layout .* has 2"):
         config({"dp_shard": 2}, device="cuda:1")
-    with pytest.raises(ConfigError, match=r"ray.replicas is 1, and tp is above 1 in a layout"):
-        config({"tp": 2}, ray=RayConfig(replicas=1))
+    ahead = FleetConfig(FleetKind.regions, max_version_lag=1)
+    with pytest.raises(ConfigError, match=r"fleet.max_version_lag=1 compares tokens .* or fleet.max_version_lag=0"):
+        config({"dp_shard": 2}, shard="parameters", fleet=ahead)
 
 
 def test_replicas_are_one_beside_one_rank():

@@ -1,51 +1,102 @@
-"""The worker of several ranks publishes: rank 0 encodes, and the others' engines have the weights in place."""
+"""The workers of several ranks: all encode what is published, and a replica over ranks takes it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from rlloop import Engine, SamplingParams
+from rlloop.config.run import RunConfig
+from rlloop.errors import SyncError
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.launch.workers import Colocated
+from rlloop.launch.workers import Colocated, Replica
 from rlloop.models import load_model
 from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.start import Place
-from rlloop.sync.bundle import BundleReplica
-from rlloop.sync.live import LiveTarget, named_weights
+from rlloop.sync.bundle import Bundle, BundlePublisher
+from rlloop.sync.live import named_weights, tensors_of
 from tests.support.command import forks
 from tests.support.tiny_run import make_model
 
 SIZE = 2
+PROMPTS = [[5, 6, 7], list(range(10, 40)), [9]]
+SAMPLING = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+LAYOUTS = {  # of trainer and engines
+    "dp_shard": ["trainer.layout.dp_shard=2"],
+    "tp": ["trainer.layout.tp=2", "rollout.layout.tp=2"],
+    "ep": ["trainer.layout.dp_shard=2", "trainer.layout.ep=2", "rollout.layout.tp=2"],
+    "pp": ["trainer.layout.pp=2", "rollout.layout.pp=2"],
+}
 
 
-def published(place: Path, rank: int) -> tuple[list[bool], int, bool]:
-    """Which bundles a rank has, its engine's version, and if a replica that takes them has the rank's weights."""
-    config = build(compose_recipe("countdown", ["trainer.layout.dp_shard=2", "launch=ray", "ray.replicas=1"]))
-    worker = Colocated(config, str(place / "model"), 1, Place(rank, SIZE, f"file://{place / 'meeting'}"))
+def config(layout: str) -> RunConfig:
+    return build(compose_recipe("countdown", [*LAYOUTS[layout], "launch=ray", "ray.replicas=1"]))
+
+
+def on_ranks(size: int, place: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    with ProcessPoolExecutor(size, forks()) as pool:
+        places = [Place(rank, size, f"file://{place / function.__name__}") for rank in range(size)]
+        ranks = [pool.submit(function, place, where, *args) for where in places]
+        return [rank.result(120) for rank in ranks]
+
+
+def published(place: Path, rank: Place, layout: str) -> list[Bundle | None]:
+    """A first version, the next, and that one for a replica that joins."""
+    worker = Colocated(config(layout), str(place / "model"), 1, rank)
     try:
         first = worker.call("publish", 0)
-        for _, tensor in sorted(ParameterStore(worker.model).tensors().items()):
-            tensor.mul_(2)
-        second, whole = worker.call("publish", 1), worker.call("joining")
-        encoded = worker._publisher._publisher.head is not None
-        assert encoded == (rank == 0), "only rank 0 encodes"
-        assert bool(worker.published()) == encoded
-        replica, versions = load_model(place / "model"), list[int]()
-        sync = BundleReplica(LiveTarget(named_weights(replica).items(), versions.append))
-        for bundle in (first, second) if rank == 0 else ():
-            sync.apply(bundle)
-        same = all(torch.equal(*pair) for pair in zip(replica.parameters(), worker.model.parameters(), strict=True))
-        return [each is not None for each in (first, second, whole)], worker.engine.policy_version, same
+        double(worker.model)
+        bundles = [first, worker.call("publish", 1), worker.call("joining")]
+        assert worker.engine.policy_version == 1
+        assert bool(worker.published()) == (rank.rank == 0)
+        return bundles
     finally:
         worker.close()
 
 
+def applied(place: Path, rank: Place, layout: str, bundles: list[Bundle], wrong: Bundle) -> Any:
+    """A replica's completions by the second version, which it takes twice, with a refused bundle in between."""
+    worker = Replica(config(layout), str(place / "model"), 1, rank)
+    try:
+        made = []
+        for some in (bundles[:2], [bundles[2]]):
+            for bundle in some:
+                worker.call("apply", bundle)
+            with pytest.raises(SyncError):
+                worker.call("apply", wrong)
+            made.append(worker.call("generate", 1, PROMPTS, SAMPLING))
+        return [[(each.token_ids, each.logprobs.tobytes()) for each in some or ()] for some in made]
+    finally:
+        worker.close()
+
+
+@torch.no_grad()
+def double(model) -> None:
+    for tensor in ParameterStore(model).tensors().values():
+        tensor.mul_(2)
+
+
 @pytest.mark.slow
-def test_rank_0_alone_encodes_what_all_ranks_publish(tmp_path):
-    make_model(tmp_path)
-    with ProcessPoolExecutor(SIZE, forks()) as pool:
-        ranks = [pool.submit(published, tmp_path, rank) for rank in range(SIZE)]
-        assert [rank.result(120) for rank in ranks] == [([True] * 3, 1, True), ([False] * 3, 1, False)]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_replica_in_the_engines_layout_takes_what_all_ranks_encode(tmp_path, layout):
+    make_model(tmp_path, **(MIXTURE if layout == "ep" else {}))
+    bundles, *others = on_ranks(SIZE, tmp_path, published, layout)
+    assert others == [[None] * 3], "rank 0 has the bundles"
+    model = load_model(tmp_path / "model")
+    wrong = BundlePublisher("node").publish(tensors_of(named_weights(model).items())[0], 2, {})  # by another key
+    size = config(layout).world.engine.world_size
+    first, *rest = on_ranks(size, tmp_path, applied, layout, bundles, wrong)
+    model = load_model(tmp_path / "model")
+    double(model)
+    expected = Engine(model).generate(PROMPTS, SAMPLING)
+    assert first == [[(each.token_ids, each.logprobs.tobytes()) for each in expected]] * 2
+    assert rest == [[[], []]] * (size - 1), "rank 0 has the completions"

@@ -20,8 +20,9 @@ COPIES = {
 }  # fmt: skip
 OTHERS = {  # that move no tensors
     "DistError", "FileStore", "PrefixStore", "ProcessGroup", "Store", "TCPStore", "_symmetric_memory",
-    "_symmetric_memory.empty", "_symmetric_memory.rendezvous", "destroy_process_group", "get_backend", "get_rank",
-    "get_world_size", "group", "group.WORLD", "init_process_group", "is_initialized", "new_subgroups_by_enumeration",
+    "_symmetric_memory.empty", "_symmetric_memory.rendezvous", "destroy_process_group", "get_backend",
+    "get_process_group_ranks", "get_rank", "get_world_size", "group", "group.WORLD", "init_process_group",
+    "is_initialized", "new_subgroups_by_enumeration",
 }  # fmt: skip
 HOMES = ("torch.distributed.", "torch._C._distributed_c10d.")
 

@@ -231,7 +231,7 @@ def test_another_layout_begins_anew(store):
     replica, target = new_replica(store)
     replica.poll()
     assert same(target.state, grown)
-    assert same(Publisher(store, KEY, "run")._tensors, grown)
+    assert same(Publisher(store, KEY, "run")._state.tensors, grown)
 
 
 # ---------------------------------------------------------------------------------------------------- names
@@ -290,7 +290,7 @@ def test_manifests_are_refused_where_anything_is_odd():
     publisher = Publisher(FolderStoreInMemory(), KEY, "run")
     manifest = publisher.publish(weights, 0).manifest
     signed = manifest.sign(KEY)
-    listing = publisher._listing
+    listing = publisher._state.listing
     assert Manifest.verify(signed, PUBLIC, lambda _: listing) == manifest
     assert Listing.decode(listing.encode()) == listing
     assert len(signed) < 400

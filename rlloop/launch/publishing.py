@@ -1,0 +1,71 @@
+"""Publications of a worker's weights: as bundles for replicas, and to a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from rlloop.models import Model
+from rlloop.parallel.collectives import Ranks
+from rlloop.sync.bits import Tensors
+from rlloop.sync.bundle import Bundle, BundlePublisher
+from rlloop.sync.live import published_weights
+from rlloop.sync.publisher import Publisher
+from rlloop.sync.sharded_weights import ShardedWeights
+from rlloop.sync.shares import Shares
+
+T = TypeVar("T")
+
+
+class Publications:
+    """Publishes `model`'s weights from one rank, or from several that encode a share each; the first has the results.
+
+    Methods are collective.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, store: Publisher | None, *, on_device: bool, threads: int) -> None:
+        """`ranks`: all processes. `store`: the first rank's, for `to_store`. `on_device`: see `published_weights`."""
+        self._model, self._ranks, self._store = model, ranks, store
+        self._on_device, self._threads = on_device, threads
+        self._bundles = BundlePublisher("node", threads)
+        self._sharded: ShardedWeights | None = None  # once something is published
+
+    def bundle(self, version: int) -> Bundle | None:
+        """The weights, now `version`, for replicas of the version before."""
+        tensors, aliases, shares = self._weights()
+        return self._lead(tensors, lambda: self._bundles.publish(tensors, version, aliases, shares))
+
+    def joining(self) -> Bundle | None:
+        """The last bundle's version, for replicas of any or none."""
+        return self._lead({}, self._bundles.joining)
+
+    def to_store(self, version: int) -> dict[str, float] | None:
+        """Publish the weights, now `version`, to the store. Returns sync/* metrics."""
+        tensors, aliases, shares = self._weights()
+
+        def publish() -> dict[str, float]:
+            assert self._store is not None
+            return self._store.publish(tensors, version, aliases=aliases, shares=shares).metrics
+
+        return self._lead(tensors, publish)
+
+    def anchor(self) -> None:
+        """Store the store's newest version whole."""
+
+        def anchor() -> None:
+            assert self._store is not None
+            self._store.anchor()
+
+        self._lead({}, anchor)
+
+    def _weights(self) -> tuple[Tensors, Mapping[str, str], Shares | None]:
+        """A publisher's arguments: this rank's tensors, their aliases, and the ranks' shares."""
+        if self._ranks.size == 1:
+            return *published_weights(self._model, on_device=self._on_device), None
+        if self._sharded is None:
+            options = {"on_device": self._on_device, "threads": self._threads}
+            self._sharded = ShardedWeights(self._model, self._ranks, **options)
+        return self._sharded.tensors(), {}, self._sharded.shares
+
+    def _lead(self, tensors: Tensors, work: Callable[[], T]) -> T | None:
+        return work() if self._sharded is None else self._sharded.lead(tensors, work)
