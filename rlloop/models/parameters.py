@@ -39,10 +39,13 @@ class ParameterStore:
     def as_stored(self) -> dict[str, Tensor]:
         """The live parameters as checkpoints name them: experts one by one, as views into the tensor that holds all of
         them; tied weights under each of their names; weights in 8 bits as codes and scales."""
-        live = self.tensors()
+        return self._stored(self.tensors())
+
+    def _stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._architecture is None:
-            return live
-        named = {**stored_state(live, self._architecture), **{alias: live[of] for alias, of in self.aliases.items()}}
+            return tensors
+        named = stored_state(tensors, self._architecture)
+        named |= {alias: tensors[of] for alias, of in self.aliases.items() if of in tensors}
         return {key: x for name, tensor in named.items() for key, x in fp8.as_stored(name, tensor).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -55,6 +58,11 @@ class ParameterStore:
     def wholes(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole parameter of the model, one at a time. Collective."""
         yield from self.from_all_stages(lambda name: self.entries[name].whole())
+
+    def wholes_as_stored(self) -> Iterator[tuple[str, Tensor]]:
+        """`as_stored` of each whole parameter of the model, one parameter at a time. Collective."""
+        for name, whole in self.wholes():
+            yield from self._stored({name: whole}).items()
 
     def from_all_stages(self, whole: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """`whole(name)` of every parameter of the model, made where a stage of the pipeline has it. Collective."""
