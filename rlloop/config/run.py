@@ -302,16 +302,12 @@ class RunConfig:
                 "trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is "
                 f"{self.world.trainer.pp}; set it to 1, or trainer.shard=optimizer"
             )
+        self._check_vllm_ranks()
         for key, alone, instead in (
             (
                 "rollout.drift and rollout.profile",
                 bool(self.rollout.drift.declared) or self.rollout.profile != RolloutProfile(),
                 "they compare numerics in one process",
-            ),
-            (
-                f"rollout.engine={self.rollout.engine_name}",
-                self.rollout.engine in (EngineKind.vllm, EngineKind.vllm_stock),
-                "use rollout.engine=embedded",
             ),
             (f"device={self.device}", ":" in self.device, "set device=cuda: each rank takes a GPU of its own"),
             (
@@ -325,3 +321,30 @@ class RunConfig:
                     f"{key} is for one rank, and trainer.layout with rollout.layout has {self.world.size}; {instead}, "
                     "or leave the layouts at 1"
                 )
+
+    def _check_vllm_ranks(self) -> None:
+        """Refuses layouts of vLLM as engine: its ranks have every layer, and each engine its requests and experts."""
+        engine, layout = self.rollout.engine, self.world.engine
+        if engine not in (EngineKind.vllm, EngineKind.vllm_stock):
+            return
+        if layout.pp > 1:
+            raise ConfigError(
+                f"rollout.engine={engine} has every layer on every rank, and rollout.layout.pp is {layout.pp}; set pp "
+                "to 1 in both layouts, or rollout.engine=embedded"
+            )
+        if layout.expert_leaves > 1:
+            raise ConfigError(
+                f"rollout.engine={engine} takes steps of its own, and with rollout.layout.ep={layout.ep} and "
+                f"tp={layout.tp} {layout.expert_leaves} of them share experts; set ep to at most tp, or "
+                "rollout.engine=embedded"
+            )
+        if engine is EngineKind.vllm_stock and layout.ep not in (1, layout.tp):
+            raise ConfigError(
+                f"rollout.engine=vllm_stock divides experts by all tp={layout.tp} ranks or by none, and "
+                f"rollout.layout.ep is {layout.ep}; set it to {layout.tp} or 1"
+            )
+        if engine is EngineKind.vllm_stock and layout.ep > 1 and self.device == "cpu":
+            raise ConfigError(
+                f"rollout.layout.ep is {layout.ep}, and vLLM's kernel for experts on a CPU knows no expert "
+                "parallelism; set it to 1: tp then divides each expert"
+            )

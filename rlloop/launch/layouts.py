@@ -10,6 +10,7 @@ import torch
 
 from rlloop.config.fleet import FleetKind
 from rlloop.config.layout import World
+from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
@@ -115,3 +116,26 @@ def check_model(config: RunConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` where the model cannot be laid over the ranks."""
     check_placement(model, config.world.trainer, "trainer.layout", trains=True)
     check_placement(model, config.world.engine, "rollout.layout", trains=False)
+    if config.rollout.engine is EngineKind.vllm_stock:
+        _check_equal_parts(model, config.world.engine.tp)
+
+
+def _check_equal_parts(model: ModelConfig, tp: int) -> None:
+    """Raises `ConfigError` where vLLM's own model cannot be divided over `tp` ranks, which it does in equal parts."""
+    sizes = {"query heads": model.num_heads, "numbers inside an MLP": model.intermediate_size}
+    if model.latent is None and model.num_kv_heads > tp:
+        sizes["key-value heads"] = model.num_kv_heads
+    if model.mixture is not None:
+        sizes["numbers inside an expert"] = model.mixture.expert_size
+    for what, size in sizes.items():
+        if size % tp:
+            raise ConfigError(
+                f"rollout.layout.tp is {tp}, and rollout.engine=vllm_stock divides {model.architecture} in equal "
+                f"parts, which has {size} {what}; set tp to a number that divides them, or rollout.engine=vllm"
+            )
+    if model.latent is None and tp % min(tp, model.num_kv_heads):
+        raise ConfigError(
+            f"rollout.layout.tp is {tp}, and with rollout.engine=vllm_stock each of the {model.num_kv_heads} key-value "
+            f"heads of {model.architecture} lies on equally many ranks; set tp to a multiple of them, or "
+            "rollout.engine=vllm"
+        )

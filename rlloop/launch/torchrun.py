@@ -286,13 +286,14 @@ def follow(here: Torchrun) -> int:
 def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
     """Execute rank 0's calls; True if the run has ended in order."""
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that rank 0 can still see which rank is gone
-    store, done = meet(place.address), threading.Event()
-    threading.Thread(target=_end_with, args=(store, done), name="over", daemon=True).start()
+    store, closing, done = meet(place.address), threading.Event(), threading.Event()
+    threading.Thread(target=_end_with, args=(store, closing, done), name="over", daemon=True).start()
     try:
         worker, loss = Colocated(config, path, threads, place), loss_of(config)
         while True:
             method, args = unpack(worker.world.broadcast_object(None), loss)
             if method == END:
+                closing.set()
                 worker.close()
                 done.set()
                 signal.signal(signal.SIGTERM, before)
@@ -304,15 +305,15 @@ def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
         return False
 
 
-def _end_with(store: Store, done: threading.Event) -> None:
+def _end_with(store: Store, closing: threading.Event, done: threading.Event) -> None:
     """End this process with the run, even if it hangs. Exits with code 0, since torchrun ends all processes at the
     first other code, which rank 0 must give."""
     while not done.wait(0.5):
         try:
             if store.check(["over"]):
                 os._exit(0)
-        except RuntimeError:  # the store is gone, and torchrun with it
-            os._exit(1)
+        except RuntimeError:  # the store is gone, with torchrun or with rank 0, which may close first
+            os._exit(0 if closing.is_set() else 1)
 
 
 def _travelling(error: Exception) -> Exception:

@@ -60,6 +60,12 @@ class ParameterStore:
         """Each whole parameter of the model, one at a time. Collective."""
         yield from self.from_all_stages(lambda name: self.entries[name].whole())
 
+    def wholes_as_stored(self) -> Iterator[tuple[str, Tensor]]:
+        """`as_stored` of each whole parameter of the model, one parameter at a time. Collective."""
+        for name, whole in self.wholes():
+            yield from self.stored({name: whole}).items()
+            yield from ((alias, whole) for alias, of in self.aliases.items() if of == name)
+
     def from_all_stages(self, whole: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """`whole(name)` of every parameter of the model, made where a stage of the pipeline has it. Collective."""
         yield from self._stage.all(self.entries, whole)

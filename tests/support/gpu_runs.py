@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from rlloop.cli.main import main
@@ -27,6 +29,13 @@ KINDS = {
                "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "scoring_func": "sigmoid",
                "routed_scaling_factor": 2.5, "topk_method": "noaux_tc"},
 }  # fmt: skip
+
+
+def train_over(ranks: int, run: str, kind: str, *overrides: str, seconds: float = 500) -> None:
+    """By torchrun, a GPU for each rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = ["train", "--config-name", "countdown/gpu", f"run.dir={run}", f"model.path={kind}", *OVERRIDES]
+    subprocess.run([*launcher, "-m", "rlloop", *command, *overrides], check=True, timeout=seconds)
 
 
 def train(run: str, kind: str, *overrides: str) -> list[dict]:

@@ -17,6 +17,7 @@ import torch
 
 from rlloop.errors import ConfigError, RunError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
+from rlloop.models.peer_gathers import open_peers
 from rlloop.models.scoring import score_prompt
 from rlloop.models.vision import check_images
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
@@ -54,7 +55,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
 
     The arguments are those of `rlloop.Engine`, and as there, none of them decides a completion's bits. One caller at a
     time. The model's parameters may change in place; call `set_version` after, and `close` when done. Tensor-parallel
-    ranks each have such an engine and make the same calls; vLLM itself knows of one rank.
+    ranks each have such an engine and make the same calls; vLLM itself knows of one rank, and the model exchanges data.
 
     Raises `ConfigError` where vLLM cannot be used here (`rlloop doctor` says why, too).
     """
@@ -100,11 +101,14 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         token_bytes = bytes_per_token(model.cache_spec(), model.dtype)
         if max_cache_tokens is None:
             whole = max_running * -(-model.max_positions // page_size) * page_size
-            max_cache_tokens = max(model.max_positions, min(whole, DEFAULT_CACHE_BYTES // token_bytes))
+            room = min(model.context.tp.gather_objects(DEFAULT_CACHE_BYTES // token_bytes))  # ranks schedule the same
+            max_cache_tokens = max(model.max_positions, min(whole, room))
         super().__init__(Limits(model.vocab_size, model.max_positions, max_cache_tokens, model.eos_token_ids), seed)
         longest = min(model.max_positions, max_cache_tokens + 1)
         blocks = -(-max(max_cache_tokens, longest) // page_size) + 1  # vLLM reserves one
         gc.collect()  # collect unreferenced engines before allocating
+        if self.raw_column:
+            open_peers(model, model.context.tp, model.device, max_batch_tokens)
         if sleep and model.device.type == "cuda" and any(other.sleeps for other in LIVE):
             raise ConfigError("another vLLM engine with sleep=True lives in this process; close it first")
         self._live = live = Life(
@@ -276,6 +280,8 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         with tempfile.TemporaryDirectory() as folder, process_state_kept():
             (Path(folder) / "config.json").write_text(json.dumps(self.model.config.raw))
             settings |= {**self.formats, "additional_config": lend(self.model)}
+            if self._live.guest:
+                settings["distributed_executor_backend"] = names.RANK_EXECUTOR
             if self.model.device.type == "cuda":
                 settings |= {"worker_cls": names.GPU_WORKER, "gpu_memory_utilization": 0.02}
                 settings |= {"enable_sleep_mode": self._sleeps}

@@ -79,7 +79,8 @@ class StepGraphs:
         def work() -> Replayed:
             layout = AttentionLayout(start, positions, pages * size, size, contiguous=False)
             routes, stores = None if self._choices is None else RoutingRecord(), PagedStores(self._stores, slots)
-            hidden = self._policy.hidden(tokens.clamp(min=0), positions, layout, stores, routes=routes)
+            # `even`: ranks of an engine take the same steps.
+            hidden = self._policy.hidden(tokens.clamp(min=0), positions, layout, stores, routes=routes, even=True)
             if self._choices is not None and routes is not None:
                 self._choices.write(slots, routes)
             logits = self._policy.output.whole(self._policy.logits(hidden))

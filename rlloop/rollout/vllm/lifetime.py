@@ -24,17 +24,21 @@ LIVE: weakref.WeakSet[Life] = weakref.WeakSet()
 
 
 def shut_down(core: Any, live: Life) -> None:
-    """vLLM's process groups are the process's, so the last engine takes them down."""
-    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
+    """vLLM's process groups are the process's, so the last engine takes them down, though not a run's own."""
+    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel, parallel_state
 
     if live.sleeps and live.asleep:
         core.collective_rpc("restore_caches")  # sleeping memory cannot be freed
     LIVE.discard(live)
+    core.collective_rpc("drop_graphs")
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     if not LIVE and live.guest:
         destroy_model_parallel()
+        if parallel_state._WORLD is not None:  # another run of this process has another
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
     elif not LIVE:
         cleanup_dist_env_and_memory()
 

@@ -21,6 +21,7 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from rlloop.models import Model, load_model
 from rlloop.models.checkpoint_names import HEAD
+from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
@@ -28,7 +29,6 @@ from rlloop.parallel.layout import Layout
 from rlloop.rollout.vllm import versions
 from rlloop.rollout.vllm.messages import Facts
 from rlloop.rollout.vllm.names import ARCHITECTURE, FORMAT, GATE, GPU_WORKER
-from rlloop.sync.live import named_weights
 
 LENT_AS = "rlloop_model"  # the key of `additional_config` that names a lent model
 _LENT: WeakValueDictionary[str, Model] = WeakValueDictionary()
@@ -139,8 +139,8 @@ class StockLoader(BaseModelLoader):
     def load_weights(self, model: Any, model_config: ModelConfig) -> None:
         config = get_current_vllm_config()
         policy = policy_of(config, whole=True)
-        weights = named_weights(policy)
-        model.load_weights((name, weights[name]) for name in weights if name != HEAD or not policy.config.tied)
+        weights = ParameterStore(policy).wholes_as_stored()  # of which each of vLLM's ranks takes its part
+        model.load_weights((name, whole) for name, whole in weights if name != HEAD or not policy.config.tied)
         facts = _facts(policy, config)
         _ROUTERS[model] = policy.route_shape()
         _FACTS[model] = msgspec.structs.replace(

@@ -6,4 +6,5 @@ STOCK_FORMAT = "rlloop_stock"  # vLLM's model, with weights read by rlloop or le
 GATE = "rlloop.rollout.vllm.sampler:OnlyExact"  # a logits processor that refuses requests it must not serve
 CPU_PLATFORM = "rlloop.rollout.vllm.platform.CpuPlatform"
 CPU_WORKER = "rlloop.rollout.vllm.worker.CpuWorker"
+RANK_EXECUTOR = "rlloop.rollout.vllm.executor.RankExecutor"
 GPU_WORKER = "rlloop.rollout.vllm.gpu.GpuWorker"

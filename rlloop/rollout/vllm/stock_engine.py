@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,16 +11,18 @@ import torch
 from torch import Tensor
 
 from rlloop.errors import ConfigError, SyncError
+from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.architecture import LatentConfig
-from rlloop.models.checkpoint_names import HEAD
+from rlloop.models.checkpoint_names import HEAD, stored_shapes
+from rlloop.models.parameters import ParameterStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.requests import check_text
-from rlloop.rollout.vllm.weights import Part, plain
+from rlloop.rollout.vllm.weights import Part, place, plain
 from rlloop.sync.bits import digest
-from rlloop.sync.live import bits_of, named_weights
+from rlloop.sync.live import bits_of
 from rlloop.types import ModelInput, SamplingParams
 
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
@@ -32,11 +35,21 @@ class StockVllmEngine(VllmEngine):
     """Samples with vLLM's own model and kernels: not bit-exact, so only for `parity.mode=observe` or `fallback`.
 
     vLLM has its own parameters. `set_version` copies those of `model` into them, in place and in vLLM's fused layout,
-    compares digests afterwards, and drops everything computed with others.
+    compares digests afterwards, and drops everything computed with others. Tensor-parallel ranks of the model are
+    vLLM's as well (tensor_parallel_size, and with `ep` its expert parallelism); all of them call each method.
     """
 
     raw_column = False
     formats: ClassVar = {"load_format": names.STOCK_FORMAT}
+
+    def __init__(self, model: Model, **settings: Any) -> None:
+        """As `VllmEngine`. Raises `SyncError` where vLLM divides a weight otherwise than `live_parts` says."""
+        super().__init__(model, **settings)
+        if model.context.tp.size > 1:  # vLLM's own loader has given each rank its parts
+            live = self.live_parts()
+            wrong = [name for name, part in self._parts(live) if _digest(part) != _digest(plain(live[name]))]
+            if wrong:
+                raise SyncError(f"a rank's parts of vLLM's weights are not where they were looked for: {_few(wrong)}")
 
     def read_adapter(self, folder: str | Path) -> AdapterWeights:
         """Raises `ConfigError`: vLLM's own model has no adapters of rlloop's."""
@@ -57,30 +70,39 @@ class StockVllmEngine(VllmEngine):
     @torch.no_grad()
     def set_version(self, version: int) -> None:
         """Copy the weights. Raises `SyncError` if a name matches no live parameter, or if digests differ afterwards."""
-        sent, live = named_weights(self.model), self.live_parts()
-        tied = {HEAD} if self.model.config.tied else set()
-        if apart := sorted((sent.keys() ^ live.keys()) - tied):
-            raise SyncError(f"the trainer's weights and vLLM's are not the same: {', '.join(apart[:5])}")
-        shared = [name for name in sent if name in live]
-        for name in shared:
-            live[name].copy_(sent[name])
-        wrong = [name for name in shared if _digest(sent[name]) != _digest(plain(live[name]))]
+        self.model.refresh()
+        live, sent = self.live_parts(), dict[str, bytes]()
+        for name, part in self._parts(live):
+            live[name].copy_(part)
+            sent[name] = _digest(part)
+        wrong = [name for name in sent if sent[name] != _digest(plain(live[name]))]
         if wrong:
-            raise SyncError(f"vLLM serves other weights than it was sent: {', '.join(wrong[:5])}")
+            raise SyncError(f"vLLM serves other weights than it was sent: {_few(wrong)}")
         if self.model.config.latent is not None:
             self._llm.collective_rpc("renew")
         super().set_version(version)
+
+    def _parts(self, live: dict[str, Part]) -> Iterator[tuple[str, Tensor]]:
+        """What of the trainer's weights belongs into each of `live`, by name. Collective."""
+        tp, store, config = self.model.context.tp, ParameterStore(self.model), self.model.config
+        shapes = tp.gather_objects({name: tuple(part.shape) for name, part in live.items()})
+        named = stored_shapes(store.shapes(), config.architecture).keys() ^ set[str]().union(*shapes)
+        if apart := sorted(named - ({HEAD} if config.tied else set())):
+            raise SyncError(f"the trainer's weights and vLLM's are not the same: {_few(apart)}")
+        for name, whole in store.wholes_as_stored():
+            if name in live:
+                holders = [rank for rank, each in enumerate(shapes) if name in each]
+                parts = [shapes[rank][name] for rank in holders]
+                dim, begin = place(tuple(whole.shape), parts, holders.index(tp.rank))
+                yield name, whole.narrow(dim, begin, live[name].shape[dim])
 
     def fingerprint(self) -> dict[str, Any]:
         """The model's facts with vLLM's in place of our operations': never the trainer's fingerprint."""
         return versions.stock_fingerprint(self.model.fingerprint())
 
     def _start(self, **settings: Any) -> Any:
-        if (ranks := self.model.context.tp.size) > 1:
-            raise ConfigError(
-                f"rollout.layout.tp is {ranks}, and rollout.engine=vllm_stock runs on one rank beside a trainer; set "
-                "tp to 1, or rollout.engine=vllm, which has one rank's bits at any tp"
-            )
+        layout = self.model.context.layout
+        settings |= {"tensor_parallel_size": layout.tp, "enable_expert_parallel": layout.ep > 1}
         if self.model.config.vision is not None:
             raise ConfigError(
                 f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own vision tower was not "
@@ -123,6 +145,10 @@ def _check_latent(latent: LatentConfig) -> None:
         f"rollout.engine=vllm_stock with latent attention: vLLM's CPU kernel knows kv_lora_rank={CPU_LATENT[0]} with "
         f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {shape}. rollout.engine=vllm runs it"
     )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5])
 
 
 def _digest(tensor: Tensor) -> bytes:

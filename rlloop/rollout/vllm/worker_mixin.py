@@ -27,12 +27,13 @@ class WorkerMixin:
     states: RequestStates | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM makes a process's groups once, and where that was for a dense model, none for experts. All have one rank.
+        # vLLM makes a process's groups once, and where that was for a dense model, none for experts.
         if self.vllm_config.model_config.is_moe and parallel_state._EP is None:
             group = parallel_state.get_tp_group()
             backend = torch.distributed.get_backend(group.device_group)
+            every = torch.arange(torch.distributed.get_world_size()).view(-1, group.world_size).tolist()
             parallel_state._EP = parallel_state.init_model_parallel_group(
-                [group.ranks], group.local_rank, backend, group_name="ep"
+                every, group.local_rank, backend, group_name="ep"
             )
         super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         model = self.model_runner.get_model()
@@ -66,6 +67,12 @@ class WorkerMixin:
         assert isinstance(model, RlloopForCausalLM), "vLLM's own model has no views"
         model.policy = self.model_runner.sampler.policy = policy
         model.graphs = None
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs, which are recorded anew when steps need them. NCCL cannot be left before: it waits for
+        every graph in which ranks exchange data."""
+        if isinstance(model := self.model_runner.get_model(), RlloopForCausalLM):
+            model.graphs = None
 
     def take_inputs(self, inputs: StepInputs) -> None:
         """`inputs`: of an engine in this process."""

@@ -15,7 +15,7 @@ from rlloop.cli.train import _make_jobs
 from rlloop.errors import ConfigError
 from rlloop.launch import ray_actors, rehearsal, run
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.launch.layouts import Machine
+from rlloop.launch.layouts import Machine, check_model
 from rlloop.launch.prepare import prepare
 from rlloop.models.config import parse_config, read_config
 from rlloop.protocols import MakesModel
@@ -80,6 +80,29 @@ def test_what_a_given_model_cannot_hold(tmp_path, capsys):
     make_model(tmp_path)
     assert main(["train", "countdown", f"model.path={tmp_path}/model", "run.dir=run", RAY, "trainer.layout.tp=3"]) == 2
     assert "tp is 3, and ranks split layers of 2 heads; set trainer.layout.tp=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "said"),
+    [
+        ((6, 6), 4, "in equal parts, which has 6 query heads; set tp to a number that divides them"),
+        ((12, 6), 4, "in equal parts, which has 6 key-value heads"),
+        ((12, 3), 4, "each of the 3 key-value heads of Qwen3ForCausalLM lies on equally many ranks"),
+        ((4, 4), 4, None),
+        ((4, 2), 4, None),
+    ],
+)
+def test_what_vllms_own_model_cannot_hold(heads, tp, said, tmp_path):
+    make_model(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    model = read_config(tmp_path / "model")
+    config = build(
+        compose_recipe("countdown", [f"rollout.layout.tp={tp}", "rollout.engine=vllm_stock", "parity.mode=observe"])
+    )
+    if said is None:
+        check_model(config, model)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_model(config, model)
 
 
 @dataclass

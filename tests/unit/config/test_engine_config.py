@@ -7,9 +7,11 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from rlloop.config.fleet import FleetConfig, FleetKind
+from rlloop.config.layout import LayoutConfig
 from rlloop.config.numerics import DriftConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.config.run import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
+from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.rollout.vllm import versions
 
@@ -20,6 +22,46 @@ OBSERVE = ParityConfig(ParityMode.observe)
 
 def config(rollout: RolloutConfig, **sections) -> RunConfig:
     return RunConfig(rollout=rollout, algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"), **sections)
+
+
+def over(engine, trainer=None, **sections) -> RunConfig:
+    """`engine`: of `rollout`, with its layout."""
+    kind, layout = engine
+    return config(
+        RolloutConfig(engine=kind, layout=LayoutConfig(**layout)),
+        trainer=TrainerConfig(layout=LayoutConfig(**(trainer or {}))),
+        parity=OBSERVE,
+        **sections,
+    )
+
+
+def test_vllm_over_ranks():
+    for kind in (EXACT, STOCK):
+        assert over((kind, {"tp": 2})).world.engines == 1
+        assert over((kind, {"tp": 2}), {"dp_shard": 4}).world.engines == 2
+        over((kind, {"tp": 2, "ep": 2}), device="cuda")
+        over((kind, {"dp_shard": 2}), {"tp": 2})
+    over((EXACT, {"tp": 4, "ep": 2}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "named"),
+    [
+        ((EXACT, {"pp": 2}), {"pp": 2}, "every layer on every rank, and rollout.layout.pp is 2; set pp to 1"),
+        (
+            (EXACT, {"dp_shard": 2, "tp": 2, "ep": 4}),
+            {},
+            "and tp=2 2 of them share experts; set ep to at most tp",
+        ),
+        ((STOCK, {"dp_shard": 2, "ep": 2}), {}, "with rollout.layout.ep=2 and tp=1 2 of them"),
+        ((STOCK, {"tp": 4, "ep": 2}), {}, "by all tp=4 ranks or by none, and rollout.layout.ep is 2; set it to 4 or 1"),
+        ((STOCK, {"tp": 2, "ep": 2}), {}, "on a CPU knows no expert parallelism; set it to 1"),
+        ((EXACT, {"tp": 2, "cp": 2}), {}, "an engine does not split sequences"),
+    ],
+)
+def test_layouts_that_vllm_does_not_run(engine, trainer, named):
+    with pytest.raises(ConfigError, match=named):
+        over(engine, trainer)
 
 
 def test_what_is_allowed():
