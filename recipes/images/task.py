@@ -79,11 +79,15 @@ class Prompts:
         self.processor = ImageProcessor.of_folder(folder)
         self.chat = ChatTokenizer(folder, eos_token_ids=read_config(folder).eos_token_ids)
 
-    def prompt(self, question: Question) -> tuple[str, ModelInput]:
+    def asked(self, question: Question) -> tuple[str, list[int]]:
+        """The prompt's text and its ids, with one placeholder for the picture."""
         if question.text not in self._asked:
             content = [{"type": "image"}, {"type": "text", "text": question.text}]
             self._asked[question.text] = self.chat.prompt([{"role": "user", "content": content}])
-        text, ids = self._asked[question.text]
+        return self._asked[question.text]
+
+    def prompt(self, question: Question) -> tuple[str, ModelInput]:
+        text, ids = self.asked(question)
         return text, self.processor.prompt(ids, [self.processor.image(question.picture())])
 
     def decode(self, token_ids: list[int]) -> str:

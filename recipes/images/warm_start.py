@@ -59,12 +59,13 @@ def model_config() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_model(folder: Path, seed: int = 0) -> None:
-    """A random model for pictures of the recipe, with tokenizer, chat template and image processor."""
+def write_model(folder: Path, seed: int = 0, config: dict[str, Any] | None = None) -> None:
+    """A random model for pictures of the recipe, with tokenizer, chat template and image processor. `config`: None:
+    the recipe's."""
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     tokenizer.add_special_tokens(list(SPECIAL))
-    config = model_config()
+    config = config or model_config()
     save_model(new_model(config, seed), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

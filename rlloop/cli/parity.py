@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 DESCRIPTION = """\
 Compare two definitions of one model on the same tokens: KL (k1, k3) by type of token, the first operation that differs,
 and the effect of each numerics setting in which they differ. A model that reads images is compared on random pictures,
-too: tokens predicted from an image, and from text beside one.
+too: tokens of an image (part of it, or predicted from it), and of text beside one.
 
 A and B are each one of:
   FOLDER[@PROFILE]           rlloop's definition of a Hugging Face folder; PROFILE is rlloop, stock, huggingface or
@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of models (default: %(default)s)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="sequences to score or continue: JSONL of prompt_ids and optional token_ids, token_types",
+        help="sequences to score or continue: JSONL of prompt_ids and optional token_ids, token_types, images "
+        "(a path or a data URI for each placeholder)",
     )  # fmt: skip
     parser.add_argument(
         "--sequences", type=int, default=8, metavar="N", help="number of random ones without --prompts (default: 8)"

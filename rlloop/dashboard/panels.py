@@ -85,7 +85,7 @@ SECTIONS: tuple[Section, ...] = (
         "Parity",
         (
             _kl("KL, k3", "parity/k3", "Train-inference KL, mean of r − 1 − d. 0 means equal bits."),
-            _kl("KL of image tokens", "parity/k3_image", "k3 of a prompt's tokens that are predicted from an image."),
+            _kl("KL of image tokens", "parity/k3_image", "k3 of a prompt's tokens that are, or follow, an image's."),
             _kl("KL of the prompt's text", "parity/k3_text", "k3 of the other tokens of a prompt with images."),
             Panel("Prompt tokens different", ("parity/prompt_tokens_different",), "Fraction of the compared prompt's "
                   "tokens whose logprobs differ in a bit.", scale=Scale.fraction, guides=(0.0,)),

@@ -227,6 +227,12 @@ class UnderWay:
         last = talk.turns[-1]
         ids = task.between(reply.messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
         assert ids, "nothing stands between two turns, so they would be one"
+        if wrong := set(ids).intersection(self.vocabulary.placeholders):
+            talk.broken = (
+                f"environment error: its reply has token {min(wrong)}, which stands for an image or a video; replies "
+                "are text: let it reply without"
+            )
+            return False
         if len(talk.ids) + len(ids) + talk.sampling.max_tokens > task.max_conversation_tokens:
             return False
         talk.ids = [*talk.ids, *ids]

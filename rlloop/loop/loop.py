@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.config.run import Anchor, ParityMode, RunConfig
-from rlloop.errors import ParityError, RlloopError, RunError
+from rlloop.errors import RlloopError, RunError
 from rlloop.loop.parts import Parts
 from rlloop.loop.recorder import Recorder
 from rlloop.loop.sampler import Sampler
@@ -96,7 +96,7 @@ class Loop:
             if len({sample.group for sample in trained}) >= needed:
                 break
         with timed("parity"):
-            metrics |= self._prompt_parity(step, trained)
+            metrics |= self._prompt_parity(step, version, trained, rejected + dropped)
         with timed("update"):
             metrics |= self.update(step, version, trained, rejected + dropped)
         sampled = accepted + [sample for sample, _ in rejected]
@@ -114,15 +114,17 @@ class Loop:
             "ledger/trained": len(trained),
         }
 
-    def _prompt_parity(self, step: int, trained: Sequence[Sample]) -> dict[str, float]:
+    def _prompt_parity(
+        self, step: int, version: int, trained: Sequence[Sample], untrained: Sequence[Untrained]
+    ) -> dict[str, float]:
         """`parity/k3_text` and `parity/k3_image` of one prompt with images. Raises `ParityError` where it differs under
         `require`, before the weights move."""
-        prompts = [sample.completion.model_input for sample in trained]
-        comparison = compare_first_prompt(self.parts.engine, self.parts.trainer, [each for each in prompts if each])
+        comparison = compare_first_prompt(self.parts.engine, self.parts.trainer, trained)
         if comparison is None:
             return {}
         if comparison.difference is not None and self.config.parity.mode is ParityMode.require:
-            raise ParityError(f"step {step}: {comparison.difference}")
+            rest = [*((sample, "rejected: its step is not trained") for sample in trained), *untrained]
+            self.recorder.compare(step, version, [], Recomputed([]), rest, comparison)
         return comparison.metrics
 
     def publish(self, version: int) -> None:

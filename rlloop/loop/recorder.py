@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from rlloop.errors import ParityError
 from rlloop.loop.step_data import Untrained
 from rlloop.parity.monitor import Comparison, Finding, ParityMonitor, TokenDifference, report
 from rlloop.parity.regions import by_region
+from rlloop.parity.token_types import PromptComparison
 from rlloop.protocols import Observer, SampleObserver
 from rlloop.runs.folder import REPORT, RunFolder
 from rlloop.runs.images import ImageStore
@@ -57,11 +59,13 @@ class Recorder:
         trained: Sequence[Sample],
         recomputed: Recomputed,
         untrained: Sequence[Untrained],
+        prompt: PromptComparison | None = None,
     ) -> dict[str, Any]:
         """Compare every trained token with what the trainer `recomputed` under `version`, and record the rollouts.
 
-        Called right after the trainer's forward. Returns `parity/*`. Raises `ParityError`, with the report written,
-        where `parity.mode` objects.
+        Called right after the trainer's forward. `prompt`: of a prompt that engine and trainer read with other bits,
+        which stops the step. Returns `parity/*`. Raises `ParityError`, with the report written, where `parity.mode`
+        objects.
         """
         others = [sample for sample, _ in untrained]
         with self.timed("parity"):
@@ -70,15 +74,18 @@ class Recorder:
         if comparison.step_down is not None:
             self.folder.log(f"step {step}: {comparison.step_down}")
         # The report comes before the completions: those that a resume samples anew are never without it.
-        error = self._parity_error(step, comparison, [*trained, *others])
+        if prompt is not None:
+            comparison = replace(comparison, first=prompt.first, metrics=comparison.metrics | prompt.metrics)
+        objection = None if prompt is None else prompt.difference
+        error = self._parity_error(step, comparison, [*trained, *others], objection)
         with self.timed("record"):
             outcomes = ["trained"] * len(trained) + [why for _, why in untrained]
             scored = [*recomputed.logprobs, *[None] * len(untrained)]
             entropies = recomputed.entropies or ()  # of those that are trained, which stand first
             digest = self.monitor.fingerprints["engine"]
             for sample in (*trained, *others):
-                if (prompt := sample.completion.model_input) is not None:
-                    self._images.keep(prompt.images)
+                if (asked := sample.completion.model_input) is not None:
+                    self._images.keep(asked.images)
             rows = rollout_rows([*trained, *others], outcomes, scored, digest, entropies)
             self.monitor.certificate.note(rollouts=self.folder.write_rollouts(step, rows))
             for observer in self.observers:
@@ -136,9 +143,14 @@ class Recorder:
         count, digest = len(samples), self.monitor.fingerprints["engine"]
         return rollout_rows(samples, ["dropped: held out"] * count, [None] * count, digest)
 
-    def _parity_error(self, step: int, comparison: Comparison, samples: Sequence[Sample]) -> ParityError | None:
-        """Write the report, with the diagnosis if available, and return the error; None where the mode allows it."""
-        objection = self.monitor.objection(comparison)
+    def _parity_error(
+        self, step: int, comparison: Comparison, samples: Sequence[Sample], objection: str | None = None
+    ) -> ParityError | None:
+        """Write the report, with the diagnosis if available, and return the error; None where the mode allows it.
+
+        `objection`: None: the monitor's.
+        """
+        objection = objection or self.monitor.objection(comparison)
         if objection is None:
             return None
         first, finding = comparison.first, None

@@ -348,7 +348,7 @@ class Model(nn.Module):
             cos, sin = turned_by_axis(self.rope.table, positions, sections)  # a row a token
             rope, positions = (cos, sin), torch.arange(len(tokens), device=tokens.device)
         ops = self._ops_of_forward(adapters)
-        step = Step(positions, rope, layout, cache, ops, routes, self.context, even)
+        step = Step(positions, rope, layout, cache, ops, routes, self.context, even=even)
         cp = self.context.ranks("cp")
         if cp.size > 1:  # each rank computes its own range of the tokens
             begin, end = share(len(tokens), cp.size, cp.rank)

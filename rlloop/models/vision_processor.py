@@ -6,8 +6,12 @@ One definition, on Pillow and numpy, for prompts of training, engines and server
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
 import math
+import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,7 +87,8 @@ class ImageProcessor:
     def image(self, picture: Any) -> Image:
         """An image of a picture: the bytes of a file, a `PIL.Image.Image`, or pixels [H, W, 3] uint8.
 
-        Raises `ConfigError` for files that are no pictures, broken or too large, and for very slim pictures.
+        Raises `ConfigError` for files that are no pictures, broken or too large, for very slim pictures, and for
+        numbers that are no bytes.
         """
         from PIL import Image as pillow
 
@@ -98,6 +103,8 @@ class ImageProcessor:
                 f"a picture is {picture!r:.80}; give a file's bytes (Path(...).read_bytes()), a PIL.Image.Image, or "
                 "pixels [H, W, 3] uint8"
             )
+        if picture.mode[0] in "IF":  # 16 or 32 bits, which the conversion would cut at 255
+            raise ConfigError(f"a picture has pixels of Pillow's mode {picture.mode}; give 8 bits a channel")
         picture = picture.convert("RGB")
         width, height = self.size(picture.width, picture.height)
         pixels = np.asarray(picture.resize((width, height), pillow.Resampling.BICUBIC))
@@ -106,8 +113,9 @@ class ImageProcessor:
     def images(self, pictures: Sequence[Any]) -> list[Image]:
         """`image` of each, with its digest, several at a time: Pillow, numpy and SHA-256 let other threads run.
 
-        One object that comes several times is prepared once: Pillow may still be reading its file. Raises as `image`,
-        for the first that does.
+        One object that comes several times is prepared once: Pillow may still be reading its file. Together, those
+        that are prepared at a time have as many pixels as one picture may have, so that small files of large pictures
+        cannot fill the memory. Raises as `image`, for the first that does.
         """
 
         def digested(picture: Any) -> Image:
@@ -119,7 +127,8 @@ class ImageProcessor:
         if len(distinct) < 2:
             made = map(digested, distinct.values())
         else:
-            with ThreadPoolExecutor() as threads:
+            largest = max(map(_pixels, distinct.values()))
+            with ThreadPoolExecutor(max(1, min((os.cpu_count() or 1) + 4, MOST_PIXELS // largest))) as threads:
                 made = threads.map(digested, distinct.values())
         images = dict(zip(distinct, made, strict=True))
         return [images[id(picture)] for picture in pictures]
@@ -182,11 +191,39 @@ class ImageProcessor:
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
 
 
+def file_of_uri(uri: str) -> bytes:
+    """The file in a data URI, `data:image/png;base64,...`. Raises `ConfigError` for other URIs and wrong or too long
+    base64."""
+    head, _, data = uri.partition(",")
+    if not re.fullmatch(r"data:image/\w+;base64", head):
+        raise ConfigError(
+            f"{uri!r:.60} is no data URI of an image; it must be data:image/png;base64,... (or jpeg, webp, gif, bmp): "
+            "nothing is fetched"
+        )
+    if len(data) * 3 // 4 > MOST_BYTES + 2:
+        raise ConfigError(f"a data URI has a picture of some {len(data) * 3 // 4} bytes; at most {MOST_BYTES} are read")
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:  # ValueError: characters beyond ASCII
+        raise ConfigError(f"a data URI of an image is no base64: {error}") from None
+
+
 def file_size(content: bytes) -> tuple[int, int]:
     """(width, height) in pixels that a picture's file says it has; nothing is decoded. Raises `ConfigError` for files
     that are no pictures or too large."""
     picture = _opened(content, decode=False)
     return picture.width, picture.height
+
+
+def _pixels(picture: Any) -> int:
+    """Of a picture in a form that `ImageProcessor.image` takes, without decoding it; 1 for what it refuses."""
+    if isinstance(picture, bytes):
+        try:
+            return math.prod(file_size(picture))
+        except ConfigError:
+            return 1
+    size = picture.shape[:2] if isinstance(picture, np.ndarray) else getattr(picture, "size", ())
+    return max(1, math.prod(size))
 
 
 def _opened(content: bytes, *, decode: bool = True) -> Any:

@@ -23,7 +23,7 @@ from rlloop.numerics.layout import AdapterSlots, AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.monitor import Finding, TokenDifference
-from rlloop.types import ModelInput, Sample
+from rlloop.types import ModelInput, Sample, SamplingParams
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
 KNOBS = {  # operation -> field of `NumericsProfile` that chooses its implementation, if that has another name
@@ -162,7 +162,10 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
 
 @torch.no_grad()
 def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifference) -> Finding:
-    """The first operation that differs in computing `token` of `sample`, whose sequence is run again alone."""
+    """The first operation that differs in computing `token` of `sample`, whose sequence is run again alone.
+
+    A token of the prompt is scored at temperature 1, as `Engine.prefill_logprobs` does.
+    """
     completion = sample.completion
     prompt = completion.model_input or ModelInput(completion.prompt_ids)
     if len(prompt.images) < len(prompt.contents):
@@ -185,8 +188,9 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     if first_row(our_logits, their_logits) is not None:
         return finding(Call("lm_head", "logits", our_logits), token.position, their_logits)
     offset = token.position - len(prompt)
-    turn = max(start for start, _ in completion.turns or ((0, 0),) if start <= offset)
-    warp = warp_for([completion.sampling], [offset - turn], engine.eos_token_ids, device=ids.device)
+    turn = max((start for start, _ in completion.turns or ((0, 0),) if start <= offset), default=offset)
+    sampling = completion.sampling if offset >= 0 else SamplingParams(max_tokens=1, seed=completion.sampling.seed)
+    warp = warp_for([sampling], [offset - turn], engine.eos_token_ids, device=ids.device)
     seed, position = (
         torch.tensor([number], device=ids.device) for number in (completion.sampling.seed, token.position)
     )
@@ -216,7 +220,8 @@ def _trace_tower(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Ca
     """The vision tower's calls, and the features of the prompt's images; none for a text."""
     trace = Trace(model)
     images = place_features([(prompt, 0, len(ids), 0)], _under(model, trace).see)
-    patches = sum({image.digest: image.shape[0] for image in prompt.images}.values())
+    read = {image.digest: image.shape[0] for span in prompt.contents if (image := span.image) and span.start < len(ids)}
+    patches = sum(read.values())
     return [replace(call, unit=tower_unit(len(call.rows), patches)) for call in trace.calls], images
 
 

@@ -1,19 +1,21 @@
 """Comparison of the engine's prefill with the trainer over a prompt with images, by type of token.
 
 Trained tokens of a completion are text, so the engine's reading of images is compared on the prompt: the logprob of
-each of its tokens but the first, by whether the token before it, from which it is predicted, is text or part of an
-image.
+each of its tokens but the first, by type. A token is an image's if it, or the token before it, from which it is
+predicted, is part of one: no policy is trained to predict a placeholder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlloop.inputs import ModelInput
+from rlloop.parity.monitor import TokenDifference
+from rlloop.types import Sample
 
 TYPES = ("text", "image")
 
@@ -21,27 +23,33 @@ TYPES = ("text", "image")
 @dataclass(frozen=True)
 class PromptComparison:
     metrics: dict[str, float]
-    difference: str | None  # the first token that differs; None: all bits are equal
+    difference: str | None  # how many tokens differ, and which is the first; None: all bits are equal
+    first: TokenDifference | None = None  # its `index` is that of the prompt's token
 
 
-def after_image(prompt: ModelInput, count: int) -> np.ndarray:
-    """[count] bool: of tokens 1 to `count`, which begin with the prompt's, those predicted from a part of an image."""
-    at = np.arange(count)
+def of_image(prompt: ModelInput, count: int) -> np.ndarray:
+    """[count] bool: of tokens 1 to `count`, which begin with the prompt's, those that are or follow an image's."""
+    at = np.arange(count)  # of the token before each
     chosen = np.zeros(count, bool)
     for span in prompt.contents:
-        chosen |= (span.start <= at) & (at < span.end)
+        chosen |= (span.start - 1 <= at) & (at < span.end)
     return chosen
 
 
-def compare_prompt(prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray) -> PromptComparison:
-    """`engine` and `trainer`: [P - 1] float32. k3 as in `parity.monitor`, over the tokens of a type."""
+def compare_prompt(
+    prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray, uid: str = ""
+) -> PromptComparison:  # fmt: skip
+    """`engine` and `trainer`: [P - 1] float32. `uid`: of the sample whose prompt it is.
+
+    k3 as in `parity.monitor`, over the tokens of a type.
+    """
     count = len(prompt) - 1
-    of_image = after_image(prompt, count)
+    pictured = of_image(prompt, count)
     different, metrics = engine.view(np.int32) != trainer.view(np.int32), dict[str, float]()
     with np.errstate(all="ignore"):
         d = trainer.astype(np.float64) - engine
         k3 = np.expm1(d) - d
-    for name, chosen in zip(TYPES, (~of_image, of_image), strict=True):
+    for name, chosen in zip(TYPES, (~pictured, pictured), strict=True):
         if chosen.any():
             metrics[f"parity/k3_{name}"] = float(k3[chosen].mean())
     metrics["parity/prompt_tokens"] = count
@@ -49,21 +57,29 @@ def compare_prompt(prompt: ModelInput, engine: np.ndarray, trainer: np.ndarray) 
     if not different.any():
         return PromptComparison(metrics, None)
     first = int(different.argmax())
-    kind = TYPES[int(of_image[first])]
+    kind, at = TYPES[int(pictured[first])], first + 1
+    bits = [f"0x{each.view(np.uint32)[first]:08x}" for each in (engine, trainer)]
+    token = TokenDifference(
+        uid, at, at, prompt.token_ids[at], float(engine[first]), bits[0], float(trainer[first]), bits[1], raw=True
+    )
     return PromptComparison(
         metrics,
         f"{int(different.sum())} of {count} tokens of a prompt with images have other logprobs in the engine's "
-        f"prefill than in the trainer, {int((different & of_image).sum())} of them predicted from an image. First: "
-        f"token {first + 1}, predicted from {kind}: engine {engine[first]:.9g}, trainer {trainer[first]:.9g}",
+        f"prefill than in the trainer, {int((different & pictured).sum())} of them of an image. First: "
+        f"token {at}, of type {kind}: engine {engine[first]:.9g}, trainer {trainer[first]:.9g}",
+        token,
     )
 
 
-def compare_first_prompt(engine: Any, trainer: Any, prompts: list[ModelInput]) -> PromptComparison | None:
-    """Of the first prompt that has images; None where none has, or an engine or trainer cannot be asked."""
+def compare_first_prompt(engine: Any, trainer: Any, samples: Sequence[Sample]) -> PromptComparison | None:
+    """Of the first sample whose prompt has images; None where none has, or an engine or trainer cannot be asked."""
     prefill: Callable[..., Any] | None = getattr(engine, "prefill_logprobs", None)
     score: Callable[..., Any] | None = getattr(trainer, "prompt_logprobs", None)
-    prompt = next((each for each in prompts if each.images), None)
-    if prefill is None or score is None or prompt is None:
+    if prefill is None or score is None:
         return None
-    sampled = prefill([prompt])
-    return None if sampled is None else compare_prompt(prompt, sampled[0], score(prompt))
+    for sample in samples:
+        prompt = sample.completion.model_input
+        if prompt is not None and prompt.images:
+            sampled = prefill([prompt])
+            return None if sampled is None else compare_prompt(prompt, sampled[0], score(prompt), sample.uid)
+    return None

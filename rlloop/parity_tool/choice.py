@@ -37,29 +37,46 @@ def choose(
     """
     models = {side: read_config(folder) for side in sides if (folder := model_folder(side)) is not None}
     readers = [(side, config.vision.image_token_id) for side, config in models.items() if config.vision is not None]
-    texts = _texts(models, count, length) if prompts is None else read_prompts(prompts)
-    if not readers:
+    placeholder = readers[0][1] if readers else None
+    if prompts is not None:
+        if images:
+            raise ConfigError(f"--images is {images}, and the pictures of --prompts are its own; leave one of them out")
+        texts = read_prompts(prompts, lambda: _processor(sides, models, readers))
+        _refuse_beyond(texts, models)
+        if placeholder is None or any(each.model_input is not None for each in texts):
+            return Choice(texts, placeholder)
+        return Choice(texts, placeholder, f"Text alone is compared: {prompts} has token ids and no images")
+    texts = _texts(models, count, length)
+    if placeholder is None:
         if images:
             raise ConfigError(f"--images is {images}, and neither side reads images; leave it out")
         return Choice(texts)
-    reader, placeholder = readers[0]
     try:
         if images == 0:
             return Choice(texts, placeholder)
-        _refuse_text_only(sides, prompts, models)
+        _refuse_text_only(sides, models)
         if any(is_run(Path(side)) for side in sides):  # compared are its own completions, with their images
             return Choice(texts, placeholder)
-        return Choice(texts + _pictured(models, reader, images or IMAGES, length), placeholder)
+        return Choice(texts + _pictured(models, readers[0][0], images or IMAGES, length), placeholder)
     except (ConfigError, ModelError) as error:
         if images:
             raise
         return Choice(texts, placeholder, f"Text alone is compared: {error}")
 
 
-def _refuse_text_only(sides: Sequence[str], prompts: Path | None, models: Mapping[str, ModelConfig]) -> None:
+def _processor(
+    sides: Sequence[str], models: Mapping[str, ModelConfig], readers: Sequence[tuple[str, int]]
+) -> ImageProcessor:  # fmt: skip
+    """Of the first side that reads images. Raises `ConfigError` or `ModelError` where a side takes none."""
+    _refuse_text_only(sides, models)
+    folder = model_folder(readers[0][0]) if readers else None
+    if folder is None:
+        raise ConfigError("the prompts have images, and no side is a model that reads them")
+    return ImageProcessor.of_folder(folder)
+
+
+def _refuse_text_only(sides: Sequence[str], models: Mapping[str, ModelConfig]) -> None:
     """Raises `ConfigError` by the name of a side that takes no images."""
-    if prompts is not None:
-        raise ConfigError(f"{prompts} has token ids and no images")
     for side in sides:
         if side in models and models[side].vision is None:
             raise ConfigError(f"{side} is a {models[side].architecture}, which reads no images")
@@ -88,6 +105,22 @@ def _pictured(models: Mapping[str, ModelConfig], reader: str, count: int, length
 
 def _most(models: Mapping[str, ModelConfig]) -> int:
     return min(config.max_positions for config in models.values())
+
+
+def _refuse_beyond(sequences: Sequence[Tokens], models: Mapping[str, ModelConfig]) -> None:
+    """Raises `ConfigError` for ids that a model does not know, and for more tokens than it has positions."""
+    for index, each in enumerate(sequences):
+        for side, config in models.items():
+            if (largest := max(each.ids)) >= config.vocab_size:
+                raise ConfigError(
+                    f"sequence {index} of --prompts has token {largest}; the ids of {side} are 0 to "
+                    f"{config.vocab_size - 1}"
+                )
+            if len(each.ids) > config.max_positions:
+                raise ConfigError(
+                    f"sequence {index} of --prompts has {len(each.ids)} tokens; {side} has {config.max_positions} "
+                    "positions"
+                )
 
 
 def _vocabulary(models: Mapping[str, ModelConfig]) -> list[int]:

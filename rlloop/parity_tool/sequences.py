@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 
 from rlloop.errors import ConfigError
 from rlloop.inputs import Image
-from rlloop.models.vision_processor import ImageProcessor
-from rlloop.parity.token_types import TYPES, after_image
+from rlloop.models.vision_processor import MOST_BYTES, ImageProcessor, file_of_uri
+from rlloop.parity.token_types import TYPES, of_image
 from rlloop.types import ModelInput, SamplingParams
 
 PROMPT, COMPLETION = "prompt", "completion"
@@ -58,12 +58,12 @@ class Tokens:
 
     @cached_property
     def labels(self) -> list[str]:
-        """Each token's type. With images: what it is predicted from, as `parity/k3_text` and `parity/k3_image`."""
+        """Each token's type. With images those of `parity/k3_text` and `parity/k3_image`."""
         if self.types:
             return self.types
         if self.model_input is None or not self.model_input.contents:
             return [PROMPT] * self.prompt + [COMPLETION] * (len(self.ids) - self.prompt)
-        return [TYPES[0], *(TYPES[int(each)] for each in after_image(self.model_input, len(self.ids) - 1))]
+        return [TYPES[0], *(TYPES[int(each)] for each in of_image(self.model_input, len(self.ids) - 1))]
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,61 @@ class Scored:
         return cls(np.concatenate([first, logprobs]).astype(np.float32), np.concatenate([[-1], top]), experts)
 
 
-def read_prompts(path: Path) -> list[Tokens]:
-    """Sequences to score or to continue, from lines of `prompt_ids` and optional `token_ids` and `token_types`."""
+def read_prompts(path: Path, processor: Callable[[], ImageProcessor]) -> list[Tokens]:
+    """Sequences to score or to continue, from lines of `prompt_ids` and optional `token_ids`, `token_types`, `images`.
+
+    `images`: for each placeholder among the prompt's ids a picture, as a data URI or as a path from the file's folder.
+    `processor`: of a side that reads images; called where a line has some. Raises `ConfigError` or `ModelError`.
+    """
     sequences = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip():
-            try:
-                row = json.loads(line)
-                prompt, completion = list(row["prompt_ids"]), list(row.get("token_ids", []))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number}: {reason(error)}; give an object with prompt_ids") from None
-            sequences.append(Tokens(prompt + completion, len(prompt), list(row.get("token_types", []))))
+            sequences.append(_prompt_of(line, path, number, processor))
     if not sequences:
         raise ConfigError(f"{path} has no sequences; give one JSON object a line")
     return sequences
+
+
+def _prompt_of(line: str, path: Path, number: int, processor: Callable[[], ImageProcessor]) -> Tokens:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+        prompt, completion = list(row["prompt_ids"]), list(row.get("token_ids", []))
+        types, pictures = list(row.get("token_types", [])), row.get("images", [])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: {reason(error)}; give an object with prompt_ids") from None
+    if any(not isinstance(id, int) or id < 0 for id in (*prompt, *completion)) or not prompt:
+        raise ConfigError(f"{where}: prompt_ids and token_ids are lists of token ids, and a prompt has one at least")
+    if not isinstance(pictures, list) or not all(isinstance(each, str) for each in pictures):
+        raise ConfigError(f"{where}: images is {pictures!r:.60}; give a list of paths and data URIs")
+    if not pictures:
+        if types and len(types) != len(prompt) + len(completion):
+            raise ConfigError(
+                f"{where}: token_types has {len(types)} labels for {len(prompt) + len(completion)} tokens"
+            )
+        return Tokens(prompt + completion, len(prompt), types)
+    if types:
+        raise ConfigError(f"{where}: tokens beside images are of the types text and image; leave token_types out")
+    reader = processor()
+    try:
+        images = [reader.image(_file(each, path.parent)) for each in pictures]
+        read = reader.prompt(prompt, images)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if read.contents[-1].end == len(read) + len(completion):
+        raise ConfigError(f"{where}: it ends with an image; give tokens that follow")
+    return Tokens(read.token_ids + completion, len(read), model_input=read)
+
+
+def _file(picture: str, folder: Path) -> bytes:
+    if ":" in picture.partition("/")[0]:  # data:image/..., https://...
+        return file_of_uri(picture)
+    try:
+        if (size := (folder / picture).stat().st_size) > MOST_BYTES:
+            raise ConfigError(f"the picture {picture} has {size} bytes; at most {MOST_BYTES} are read")
+        return (folder / picture).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the picture {picture!r:.80} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
 def reason(error: Exception) -> str:

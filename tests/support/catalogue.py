@@ -2,7 +2,9 @@
 
     python -m tests.support.catalogue        # the table of docs/models.md
 
-`released.json` has configurations as they were released, and the public repository and commit that had the copy.
+`released.json` has configurations as they were released, and the public repository and commit that had the copy. Its
+`index` is of a release with the same tensors, whose model.safetensors.index.json such a repository has: the number of
+names, and SHA-256 of them in order, each on a line.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
-NAMES_FROM = "transformers"  # what names and shapes are compared with: no index of released files is at hand
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 
 
@@ -122,6 +123,11 @@ def refusal(raw: Mapping[str, Any]) -> str | None:
     return None
 
 
+def names_from(each: Mapping[str, Any]) -> str:
+    """What a model's tensors are compared with."""
+    return "transformers" + (f"; names: index of {each['index']['of']}" if "index" in each else "")
+
+
 def weights(raw: Mapping[str, Any]) -> str:
     given = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     if given is None:
@@ -132,20 +138,22 @@ def weights(raw: Mapping[str, Any]) -> str:
 
 
 def table() -> str:
-    head = ("model", "`config.json`", "weights", "left out", "names, shapes", "GPU", "vLLM", "LoRA", "proven")
+    head = ("model", "loads", "weights", "left out", "names, shapes", "CPU", "GPU", "vLLM", "LoRA", "proven")
     rows = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, each in RELEASED.items():
         raw = each["config"]
         if refusal(raw) is not None:
             lacking = ", ".join(part.split(" (")[0] for part in LACKING[raw["model_type"]])
-            rows.append(f"| {name} | refused: `{raw['model_type']}` | {weights(raw)} | | | | | | lacks {lacking} |")
+            rows.append(
+                f"| {name} | no: `{raw['model_type']}` is refused | {weights(raw)} | | | | | | | lacks {lacking} |"
+            )
             continue
         config = parse_config(raw)
         one = STANDINGS[config.architecture]
         further = [f"{config.further_layers} prediction layer"] if config.further_layers else []
         left = ", ".join([*config.left_out, *further])
-        read, standing = f"read, `{raw['model_type']}`", (one.gpu, one.vllm, one.lora, one.proven)
-        cells = (name, read, weights(raw), left, NAMES_FROM, *standing)
+        loads = f"yes, `{raw['model_type']}`"
+        cells = (name, loads, weights(raw), left, names_from(each), "yes", one.gpu, one.vllm, one.lora, one.proven)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

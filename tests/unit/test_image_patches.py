@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import time
 from hashlib import sha256
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image as pillow
 
 from rlloop.errors import ConfigError
 from rlloop.inputs import BytePatches, Image, ModelInput
-from rlloop.models import vision
+from rlloop.models import vision, vision_processor
 from rlloop.models.vision import looked_up, patches_on
 from rlloop.models.vision_processor import ImageProcessor
 
@@ -129,3 +133,43 @@ def test_wrong_patches_are_refused():
     numbers[1, 7] = np.nan
     with pytest.raises(ConfigError, match="NaN"):
         Image(BytePatches(codes, numbers, 2), 2, 3)
+
+
+def test_small_files_of_large_pictures_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by, running, most = processor(*FACTORS["halves"]), 0, 0
+    lock, image = Lock(), ImageProcessor.image
+
+    def counted(self: ImageProcessor, picture: Any) -> Image:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        made = image(self, picture)
+        with lock:
+            running -= 1
+        return made
+
+    monkeypatch.setattr(ImageProcessor, "image", counted)
+    monkeypatch.setattr(vision_processor, "MOST_PIXELS", 2 * 64 * 64)
+    files = [encoded(pillow.new("L", (64, 64), shade)) for shade in range(8)]
+    for pictures in (files, [np.full((64, 64, 3), shade, np.uint8) for shade in range(8)]):
+        running = most = 0
+        assert len({each.digest for each in made_by.images(pictures)}) == 8
+        assert most == 2
+    assert made_by.images([]) == []
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_pixels_of_more_than_8_bits_are_refused(mode: str) -> None:
+    made_by, picture = processor(*FACTORS["halves"]), pillow.new(mode, (40, 40))
+    given = [picture, encoded(picture)] if mode == "I;16" else [picture]
+    for each in given:
+        with pytest.raises(ConfigError, match="give 8 bits a channel"):
+            made_by.image(each)
+
+
+def encoded(picture: pillow.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

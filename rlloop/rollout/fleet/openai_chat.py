@@ -8,9 +8,6 @@ with `token_ids`, not with their text.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -20,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rlloop.errors import ConfigError
+from rlloop.models.vision_processor import file_of_uri
 from rlloop.rollout.fleet.chat_parsing import OPENING, parse
 from rlloop.rollout.fleet.generation import BadField, Generation, Piece, Served
 from rlloop.rollout.fleet.openai_api import Fields, Name, beside, exact, generation, of_prompt, ours, read
@@ -174,17 +172,10 @@ def _picture(where: str, image_url: Any, served: Served) -> bytes:
     if served.images is None:
         raise BadField("messages", f"{where} has an image, and this engine's model reads text alone")
     url = image_url.get("url") if isinstance(image_url, dict) else image_url
-    head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    if not comma or not re.fullmatch(r"data:image/\w+;base64", head):
-        raise BadField(
-            "messages",
-            f"{where} has the image_url {url!r:.60}; it must be data:image/png;base64,... (or jpeg, webp, gif, bmp): "
-            "this server fetches nothing",
-        )
     try:
-        return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
-        raise BadField("messages", f"{where} has an image_url that is no base64: {error}") from None
+        return file_of_uri(url if isinstance(url, str) else repr(url))
+    except ConfigError as error:
+        raise BadField("messages", f"{where} has an image_url that cannot be read: {error}") from None
 
 
 def _images(pictures: list[tuple[str, bytes]], served: Served) -> list[Image]:

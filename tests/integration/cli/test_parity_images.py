@@ -104,7 +104,7 @@ def test_types_are_those_of_a_runs_metrics(folder: Path) -> None:
         prompt, scored.logprobs[1 : len(prompt)] - np.float32(0.25), scored.logprobs[1:][: len(prompt) - 1]
     ).metrics
     span = prompt.contents[0]
-    assert [i for i, each in enumerate(sequence.labels) if each == "image"] == list(range(span.start + 1, span.end + 1))
+    assert [i for i, each in enumerate(sequence.labels) if each == "image"] == list(range(span.start, span.end + 1))
     assert sequence.ids[span.start - 1] == START
     assert metrics["parity/k3_image"] == pytest.approx(np.expm1(0.25) - 0.25, rel=1e-5)
 

@@ -26,6 +26,7 @@ from rlloop.cli.main import main
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
 from rlloop.errors import RunError
+from rlloop.loop.loop import Loop
 from rlloop.models.vision_processor import ImageProcessor
 from rlloop.recipes.images import warm_start
 from rlloop.recipes.images.task import Pictures, answer_reward, questions
@@ -34,6 +35,7 @@ from rlloop.rollout.fleet.engine_server import EngineServer
 from rlloop.rollout.fleet.text import tokenizer_of
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.runs.images import ImageStore
+from rlloop.testing import planted_fault
 from rlloop.types import Example
 from rlloop.web.server import BackgroundServer, Listen
 
@@ -90,6 +92,36 @@ def test_an_adapter_trains_on_pictures(trained: Path, model_folder: Path) -> Non
     prompt = processor.prompt([processor.vision.image_token_id, 3], [picture])
     moved, base = (token_logprobs(model, [(prompt, [4])], adapter=name)[0] for name in ("a", None))
     assert not torch.equal(moved, base)
+
+
+@pytest.mark.parametrize(("fault", "op", "where"), [
+    ("indexer", "layer_norm", "visual.blocks.0."), ("rms_norm", "rms_norm", "model.layers.0."),
+])  # fmt: skip
+def test_a_prompt_that_is_read_otherwise_stops_the_run_and_the_operation_is_named(
+    trained: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, op: str, where: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    monkeypatch.setattr(Loop, "evaluate", lambda _, version: {"eval/solved": 0.0})  # which finds it in completions
+    with planted_fault(fault):
+        settings = [f"run.dir={run}", f"+task.model_path={model_folder}", *SMALL]
+        assert main(["train", "--config-name", "images", *settings]) == 3
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "of a prompt with images have other logprobs" in printed
+    assert f"The first operation that differs: {op} at {where}" in printed
+    report = json.loads((run / "parity_report.json").read_text())
+    assert (report["step"], report["doctor"]["op"]) == (1, op)
+    assert report["doctor"]["where"].startswith(where)
+    assert report["doctor"]["unit"] == ("patch" if where.startswith("visual") else "token")
+    rows, first = rows_of(run), report["first"]
+    assert len(rows) == 6
+    assert {row["outcome"] for row in rows} == {"rejected: its step is not trained"}
+    [row] = [row for row in rows if row["uid"] == first["uid"]]
+    assert first["position"] == first["index"] < len(row["prompt_ids"])
+    assert row["prompt_ids"][first["position"]] == first["token_id"]
+    assert report["metrics"]["parity/k3_image"] > 0
+    assert len(list(read_records(run / "metrics.jsonl"))) == 1  # step 0
+    assert not list((run / "checkpoints").glob("step_1*"))
 
 
 def test_each_picture_is_kept_once_and_is_what_the_model_read(trained: Path, model_folder: Path) -> None:
@@ -222,8 +254,8 @@ def bomb(side: int) -> bytes:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([shown("https://example.com/cat.png")], "this server fetches nothing"),
-        ([shown("data:image/svg+xml;base64,PHN2Zz4=")], "this server fetches nothing"),
+        ([shown("https://example.com/cat.png")], "is no data URI of an image"),
+        ([shown("data:image/svg+xml;base64,PHN2Zz4=")], "is no data URI of an image"),
         ([shown("data:image/png;base64,%%%")], "is no base64"),
         ([shown(uri(b"not a picture"))], "a picture of 13 bytes is not one of PNG, JPEG"),
         ([lambda: shown(uri(bomb(9000)))], "9000 x 9000 pixels; at most 67108864 are decoded"),

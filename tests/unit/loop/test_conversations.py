@@ -498,3 +498,21 @@ def test_the_first_fault_of_a_conversation_is_its_own():
     assert wrong.fault is not None
     assert wrong.fault.startswith("its prompt is [7, 9, ")
     assert right.fault is None
+
+
+def test_a_reply_with_an_images_placeholder_breaks_its_conversation_alone(engine):
+    class Task(TalkTask):
+        def between(self, messages, stop):
+            return [*super().between(messages, stop), 31]
+
+    known = Vocabulary(40, (2,), placeholders=(31, 32))
+    for vocabulary, whole in ((known, [False, True]), (Vocabulary(40, (2,)), [True, True])):
+        conversations = Conversations(Task(40), vocabulary)
+        asked = examples(2, 1)  # the second ends before anything stands between two turns
+        params = [SamplingParams(max_tokens=6, temperature=0.8, seed=each.data["number"]) for each in asked]
+        played = conversations.play(engine, asked, params)
+        conversations.close()
+        assert [each.broken is None for each in played] == whole
+        if whole[0] is False:
+            assert "its reply has token 31, which stands for an image or a video" in played[0].broken
+            assert len(played[0].completion.turns) == 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from rlloop.models.checkpoint_names import stored_shapes
 from rlloop.models.config import parse_config
 from rlloop.models.families import LACKING
+from rlloop.models.weight_reader import shapes_of
 from tests.support.catalogue import RELEASED, cut, refusal, shapes_here, shapes_there, table
 
 REFUSED = {"DeepSeek-V4-Flash": "deepseek_v4"}
@@ -40,6 +43,14 @@ def test_the_text_model_of_kimi_k25_is_a_kimi_k2() -> None:
 def test_tensors_are_transformers(name: str) -> None:
     raw = cut(RELEASED[name]["config"])
     assert shapes_here(parse_config(raw)) == shapes_there(raw)
+
+
+@pytest.mark.parametrize("name", [name for name in RELEASED if "index" in RELEASED[name]])
+def test_names_are_those_of_a_released_index(name: str) -> None:
+    config, index = parse_config(RELEASED[name]["config"]), RELEASED[name]["index"]
+    names = sorted(stored_shapes(shapes_of(config), config.architecture))
+    assert len(names) == index["names"]
+    assert sha256("\n".join(names).encode()).hexdigest() == index["sha256"]
 
 
 def test_a_key_that_nobody_knows_is_refused_in_each() -> None:
