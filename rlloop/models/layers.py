@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -46,6 +46,7 @@ class Step:
     ops: Ops
     routes: RoutingRecord | None
     context: ParallelContext
+    _: KW_ONLY
     recomputed: bool = False  # the layer is made again in the backward pass
     even: bool = False  # all ranks have the same number of tokens, so the host need not exchange sizes
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64

@@ -19,6 +19,8 @@ class Tiles(NamedTuple):
 
 
 TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are faster
+    (8, 1024, 4096, Tiles(8, 32, 256, True, 6)),
+    (8, 1024, None, Tiles(8, 32, 256, True, 6)),
     (8, 8192, None, Tiles(8, 64, 256, True, 5)),
     (8, None, None, Tiles(8, 64, 128, True, 5)),
     (16, 2048, None, Tiles(16, 16, 256, False, 5)),
@@ -42,6 +44,7 @@ TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are fa
 )
 # The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
 TABLE_END_TO_END = (
+    (8, 1536, Tiles(8, 16, 256, True, 6)),
     (8, 4096, Tiles(8, 64, 256, True, 5)),
     (8, None, Tiles(8, 64, 128, True, 5)),
     (16, 4096, Tiles(16, 64, 256, True, 5)),
@@ -56,6 +59,7 @@ TABLE_END_TO_END = (
     (256, 8192, Tiles(128, 128, 64, True, 6, part=32)),
 )
 TABLE_GATED = (
+    (8, 3072, Tiles(8, 32, 128, True, 6)),
     (8, 4096, Tiles(8, 64, 128, True, 6)),
     (8, 8192, Tiles(8, 64, 64, True, 6)),
     (8, 12288, Tiles(8, 64, 128, True, 3, early=False)),
