@@ -11,12 +11,16 @@ vLLM's kernels have no backward. That of flash-linear-attention refuses to run w
 it would be wrong. `--triton` names folders that hold other releases of Triton (`pip install --no-deps --target FOLDER
 triton==3.7.1`): a peer that refuses here is tried with each of them in a process of its own, which takes its turns in
 the same rounds, and its figure names the release. What runs nowhere is named without a value.
+
+The peers' autotuners try their whole lists; what they will compile is compiled before, on all CPUs
+(`compile_ahead.py`). Figures are recorded with each peer that is ready, vLLM's first, so that a run that is cut off has
+some; what it is at goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 
@@ -24,8 +28,9 @@ import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import cells
 import recurrent_peers as peers
 import torch
+from compile_ahead import compile_ahead, progress
 from gpu_shapes import seconds
-from recurrent_peers import PLACE, Shape, elapsed, inputs
+from recurrent_peers import PLACE, Call, Shape, elapsed, inputs
 from recurrent_worker import Worker
 from results_schema import Figure, report, table
 from torch import Tensor
@@ -59,7 +64,8 @@ def milliseconds(timers: list[Callable[[], float]]) -> list[list[float]]:
     return times
 
 
-def training(name: str, shape: Shape, sequences: int, length: int, tritons: list[str]) -> list[Figure]:
+def training(name: str, shape: Shape, sequences: int, length: int, tritons: list[str]) -> Iterator[list[Figure]]:
+    """Of the forward, then of the forward and backward, as `growing` has them."""
     corrects, tokens = shape[4], sequences * length
     layout = AttentionLayout.of_sequences([length] * sequences, PLACE)
     leaves = [x.requires_grad_() for x in inputs(tokens, shape)]
@@ -72,24 +78,40 @@ def training(name: str, shape: Shape, sequences: int, length: int, tritons: list
     def both() -> object:
         return torch.autograd.grad(OPS.scan(*leaves, corrects, layout, None), leaves, grad)
 
-    figures = []
+    compile_ahead(f"{name}'s peers", [call for calls in others.values() for call in calls if call is not None])
     for at, (kind, work) in enumerate({"forward": forward, "forward and backward": both}.items()):
-        timers, refused = dict[str, Callable[[], float]](), list[str]()
-        with ExitStack() as workers:
-            for peer, calls in others.items():
-                if (call := calls[at]) is None:
-                    continue
-                if peers.runs(peer, call):
-                    timers[peer] = partial(elapsed, call)
-                elif worker := Worker.first(tritons, peer, at, shape, sequences, length):
-                    workers.enter_context(worker)
-                    timers[f"{peer} with Triton {worker.triton}"] = worker.elapsed
-                else:
-                    refused.append(peer)
-            value, *times = milliseconds([partial(elapsed, work), *timers.values()])
-        title = f"{kind}, {name}, {sequences} x {length} tokens"
-        figures += compared(title, "ms", value, dict(zip(timers, times, strict=True)), refused, aim=0.8)
-    return figures
+        calls = {peer: call for peer, each in others.items() if (call := each[at]) is not None}
+        asked = partial(Worker.first, tritons, at=at, shape=shape, sequences=sequences, length=length)
+        yield from growing(f"{kind}, {name}, {sequences} x {length} tokens", work, calls, asked)
+
+
+def growing(
+    title: str, work: Call, calls: dict[str, Call], asked: Callable[[str], Worker | None]
+) -> Iterator[list[Figure]]:
+    """The work beside the peers that are ready, whenever there is one more; those that refuse come last, in workers."""
+    timers, refused = dict[str, Callable[[], float]](), list[str]()
+
+    def measured() -> list[Figure]:
+        value, *times = milliseconds([partial(elapsed, work), *timers.values()])
+        return compared(title, "ms", value, dict(zip(timers, times, strict=True)), refused, aim=0.8)
+
+    for peer, call in calls.items():
+        progress(f"{title}: {peer}")
+        if peers.runs(peer, call):
+            timers[peer] = partial(elapsed, call)
+            yield measured()
+        else:
+            refused.append(peer)
+    if refused or not timers:
+        yield measured()
+    with ExitStack() as workers:
+        for peer in [*refused]:
+            progress(f"{title}: {peer} in a process of its own")
+            if worker := asked(peer):
+                workers.enter_context(worker)
+                refused.remove(peer)
+                timers[f"{peer} with Triton {worker.triton}"] = worker.elapsed
+                yield measured()
 
 
 def compared(
@@ -149,13 +171,14 @@ def main() -> None:
     for cell in cells.within({cell: [cell] for cell in picked}, args.seconds):
         name, work = cell.split("/")
         if work in scans:
-            figures = training(name, shapes[name], *scans[work], args.triton)
+            made = training(name, shapes[name], *scans[work], args.triton)
         else:
-            figures = decode(name, shapes[name], steps[work])
-        if args.quick or args.tiny:
-            print(table(figures), flush=True)
-        else:
-            report("gpu-recurrent", figures, packages=tuple(packages), part=True)
+            made = iter([decode(name, shapes[name], steps[work])])
+        for figures in made:
+            if args.quick or args.tiny:
+                print(table(figures), flush=True)
+            else:
+                report("gpu-recurrent", figures, packages=tuple(packages), part=True)
 
 
 if __name__ == "__main__":

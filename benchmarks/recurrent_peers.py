@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -81,11 +81,16 @@ def named_inputs(given: list[Tensor], corrects: bool) -> dict[str, Tensor]:
     return named | ({"beta": beta.bfloat16()} if corrects else {})
 
 
-def scans(given: list[Tensor], corrects: bool, starts: Tensor, grad: Tensor) -> dict[str, tuple[Call, Call | None]]:
-    """Forward, and forward and backward, of whole sequences end to end, by package. starts: [sequences + 1] int32."""
+def scans(
+    given: list[Tensor], corrects: bool, starts: Tensor, grad: Tensor, wanted: Collection[str] = (FLA, MAMBA, VLLM)
+) -> dict[str, tuple[Call, Call | None]]:
+    """Forward, and forward and backward, of whole sequences end to end, by peer, vLLM's first. What is not wanted is
+    not imported either. starts: [sequences + 1] int32."""
     made: dict[str, tuple[Call, Call | None]] = {}
     given = [x.detach() for x in given]
-    if here("fla"):
+    if VLLM in wanted and here("vllm"):
+        made[VLLM] = (_vllm_delta(given, starts) if corrects else _vllm_mamba(given, starts), None)
+    if FLA in wanted and here("fla"):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.simple_gla import chunk_simple_gla
 
@@ -96,10 +101,8 @@ def scans(given: list[Tensor], corrects: bool, starts: Tensor, grad: Tensor) -> 
             lambda: run(**{name: x.detach() for name, x in named.items()}, scale=1.0, cu_seqlens=starts)[0],
             lambda: torch.autograd.grad(run(**named, scale=1.0, cu_seqlens=starts)[0], list(named.values()), half),
         )
-    if here("mamba_ssm") and not corrects:
+    if MAMBA in wanted and here("mamba_ssm") and not corrects:
         made[MAMBA] = _mamba_scan(given, len(starts) - 1, grad)
-    if here("vllm"):
-        made[VLLM] = (_vllm_delta(given, starts) if corrects else _vllm_mamba(given, starts), None)
     return made
 
 

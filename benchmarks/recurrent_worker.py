@@ -3,7 +3,8 @@
     python benchmarks/recurrent_worker.py '["flash-linear-attention", 1, [16, 32, 128, 128, true], 8, 1024]'
 
 That is the peer, 0 for forward or 1 for forward and backward, the shape, the sequences and the tokens of each. It calls
-the peer once and prints its release of Triton; then, for each line that it reads, the milliseconds of one more call.
+the peer once, its kernels compiled ahead, and prints its release of Triton; then, for each line that it reads, the
+milliseconds of one more call.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Self
 
+from compile_ahead import compile_ahead
 from recurrent_peers import PLACE, Shape, elapsed, inputs, scans
 
-PATIENCE = 400.0  # seconds until an answer; the first comes when every kernel has been compiled and tuned
+PATIENCE = 240.0  # seconds until an answer; the first comes when every kernel has been compiled and tuned
 
 
 class Worker:
@@ -37,13 +39,13 @@ class Worker:
             raise
 
     @classmethod
-    def first(cls, folders: Iterable[str], *asked: Any) -> Self | None:
+    def first(cls, folders: Iterable[str], peer: str, **asked: Any) -> Self | None:
         """With the first of the folders that has a Triton with which the peer runs; the others' reasons are printed."""
         for folder in folders:
             try:
-                return cls(folder, *asked)
+                return cls(folder, peer, **asked)
             except RuntimeError as error:
-                print(f"{asked[0]} does not run with {folder}: {error}", flush=True)
+                print(f"{peer} does not run with {folder}: {error}", flush=True)
         return None
 
     def elapsed(self) -> float:
@@ -87,7 +89,8 @@ def answer(answers: Any) -> None:
     peer, at, shape, sequences, length = json.loads(sys.argv[1])
     given = inputs(sequences * length, shape)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=PLACE) * length
-    call = scans(given, shape[-1], starts, torch.randn_like(given[2]))[peer][at]
+    call = scans(given, shape[-1], starts, torch.randn_like(given[2]), [peer])[peer][at]
+    compile_ahead(f"{peer} with Triton {triton.__version__}", [call])
     call()
     print(json.dumps(triton.__version__), file=answers)
     for _ in sys.stdin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,93 @@ import pytest
 from rlloop.launch.compose import build, compose_recipe
 
 ROOT = Path(__file__).parents[2]
+
+
+TOY_JIT = """
+import os
+from pathlib import Path
+
+from triton.runtime._async_compile import active_mode
+from triton.runtime.driver import driver
+
+launched = []
+
+
+class JITFunction:
+    def __init__(self, name, folder):
+        self.name, self.folder = name, Path(folder)
+
+    def run(self, *args, warmup=False, setting=0):
+        key = f"{self.name}-{setting}"
+
+        def compiled():
+            if setting == 3:
+                raise RuntimeError("out of resources")
+            assert driver.active.get_current_target() == "gpu"
+            (self.folder / f"{key}.compiled").write_text(str(os.getpid()))
+
+        if active_mode.get() is not None:
+            active_mode.get().submit(key, compiled, None)
+        if not warmup:
+            launched.append(key)
+"""
+TOY_AUTOTUNER = """
+class Config:
+    def __init__(self, setting):
+        self.setting = setting
+
+    def all_kwargs(self):
+        return {"setting": self.setting}
+
+
+class Autotuner:
+    arg_names = ("x",)
+
+    def __init__(self, fn, settings):
+        self.fn, self.settings = fn, settings
+
+    def prune_configs(self, named):
+        assert self.nargs == {"x": 5}
+        return [Config(setting) for setting in self.settings]
+
+    def run(self, *args, **named):
+        self.fn.run(*args, **named, setting=1)
+"""
+TOY_SCRIPT = """
+import os
+import sys
+import threading
+
+from triton.runtime import jit
+from triton.runtime.autotuner import Autotuner
+
+from compile_ahead import compile_ahead
+
+add, scan, plain = (jit.JITFunction(name, sys.argv[1]) for name in ("add", "scan", "plain"))
+tuned = [Autotuner(add, [3, 1, 2]), Autotuner(scan, [1, 2])]
+
+
+def calls():
+    for each in (*tuned, plain):
+        each.run(5, warmup=False)
+
+
+def in_a_thread():
+    thread = threading.Thread(target=calls)
+    thread.start()
+    thread.join()
+
+
+def refuses():
+    raise RuntimeError("not here")
+
+
+print(compile_ahead("toys", [in_a_thread, refuses]), "launched", len(jit.launched))
+print(f"process {os.getpid()}", file=sys.stderr)
+calls()
+plain.run(5)
+print("launched", len(jit.launched))
+"""
 
 
 def test_patterns_choose_cells(module):
@@ -197,6 +285,65 @@ def test_recurrences_name_the_peers_that_refuse(module, capsys):
     assert (alone.value, alone.peer) == (2.0, None)
 
 
+def test_recurrences_are_recorded_before_a_worker_is_asked(module, capsys):
+    recurrent, asked = module("gpu_recurrent"), []
+
+    class Worker(contextlib.nullcontext):
+        triton = "2.0"
+
+        def elapsed(self) -> float:
+            return 4.0
+
+    def first(peer):
+        asked.append(peer)
+        return Worker() if peer == "late" else None
+
+    def refuses() -> None:
+        raise RuntimeError("not here")
+
+    calls = {"early": list, "late": refuses, "never": refuses}
+    shown = []
+    for figures in recurrent.growing("scan", list, calls, first):
+        shown.append(([*asked], [each.peer for each in figures]))
+    never = "never: does not run here"
+    assert shown == [
+        ([], ["early"]),
+        ([], ["early", "late: does not run here", never]),
+        (["late"], ["early", "late with Triton 2.0", never]),
+    ]
+    assert asked == ["late", "never"]
+    assert "scan: late in a process of its own" in capsys.readouterr().err
+    ((alone,),) = recurrent.growing("scan", list, {}, first)
+    assert alone.peer is None
+
+
+def test_every_setting_of_an_autotuner_is_compiled_ahead_and_nothing_is_launched(module, tmp_path):
+    """A toy of what Triton does when a kernel is called, in a process of its own: compiled, it leaves a file."""
+    runtime = tmp_path / "triton" / "runtime"
+    runtime.mkdir(parents=True)
+    (tmp_path / "triton" / "__init__.py").touch()
+    (runtime / "__init__.py").touch()
+    (runtime / "_async_compile.py").write_text(
+        "from contextvars import ContextVar\n\nactive_mode = ContextVar('mode', default=None)\n"
+    )
+    (runtime / "driver.py").write_text(
+        "class driver:\n    class active:\n        get_current_target = staticmethod(lambda: 'gpu')\n"
+    )
+    (runtime / "jit.py").write_text(TOY_JIT)
+    (runtime / "autotuner.py").write_text(TOY_AUTOTUNER)
+    (tmp_path / "script.py").write_text(TOY_SCRIPT)
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "benchmarks")])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path], capture_output=True, text=True, timeout=60, check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.stdout.split() == ["6", "launched", "0", "launched", "4"]
+    assert "toys: compiling 6 kernels in " in done.stderr
+    compiled = {path.name: path.read_text() for path in tmp_path.glob("*.compiled")}
+    assert sorted(compiled) == [f"{name}.compiled" for name in ("add-1", "add-2", "plain-0", "scan-1", "scan-2")]
+    assert all(pid not in done.stderr for pid in compiled.values())  # which names the process that called them
+
+
 @pytest.mark.slow
 def test_a_peer_that_refuses_is_tried_with_another_triton(module, tmp_path, monkeypatch, capsys):
     """Toys of Triton and of flash-linear-attention: the latter runs with the second of two releases."""
@@ -219,14 +366,14 @@ def test_a_peer_that_refuses_is_tried_with_another_triton(module, tmp_path, monk
     path = [str(tmp_path / "peers"), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     folders = [str(tmp_path / "1.0"), str(tmp_path / "2.0")]
-    asked = ("flash-linear-attention", 1, (1, 2, 8, 4, True), 2, 32)
-    made = worker.Worker.first(folders, *asked)
+    asked = {"at": 1, "shape": (1, 2, 8, 4, True), "sequences": 2, "length": 32}
+    made = worker.Worker.first(folders, "flash-linear-attention", **asked)
     assert made is not None
     with made:
         assert made.triton == "2.0"
         assert made.elapsed() > 0
     assert f"does not run with {folders[0]}: RuntimeError: ['wrong with 1.0']" in capsys.readouterr().out
-    assert worker.Worker.first(folders[:1], *asked) is None
+    assert worker.Worker.first(folders[:1], "flash-linear-attention", **asked) is None
 
 
 @pytest.mark.slow
