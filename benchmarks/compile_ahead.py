@@ -27,13 +27,15 @@ def progress(line: str) -> None:
 
 
 def compile_ahead(what: str, calls: Iterable[Callable[[], object]]) -> int:
-    """How many kernels there were to compile. A call that raises is left where it raised: calling it will say why."""
+    """How many kernels there were to compile. A call that raises is left where it raised, and that is printed."""
     began = time.monotonic()
     try:
         with _collected() as kernels:
             for call in calls:
-                with suppress(Exception):
+                try:
                     call()
+                except Exception as error:  # calling it will say more
+                    progress(f"{what}: not compiled ahead from here: {type(error).__name__}: {error}")
     except ImportError as error:
         progress(f"{what}: kernels are compiled one by one: {error}")
         return 0
@@ -93,6 +95,7 @@ def _collected() -> Iterator[_Kernels]:
     def collect_all(self: Any, *args: Any, **named: Any) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         for setting in self.prune_configs(named):
+            self.best_config = setting  # which some callers read
             self.fn.run(*args, **named, **setting.all_kwargs())
 
     JITFunction.run, Autotuner.run = collect, collect_all

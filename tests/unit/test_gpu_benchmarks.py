@@ -65,12 +65,13 @@ class Autotuner:
         return [Config(setting) for setting in self.settings]
 
     def run(self, *args, **named):
+        self.best_config = Config(1)
         self.fn.run(*args, **named, setting=1)
 """
 TOY_SCRIPT = """
 import os
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from triton.runtime import jit
 from triton.runtime.autotuner import Autotuner
@@ -84,12 +85,12 @@ tuned = [Autotuner(add, [3, 1, 2]), Autotuner(scan, [1, 2])]
 def calls():
     for each in (*tuned, plain):
         each.run(5, warmup=False)
+    assert tuned[0].best_config
 
 
 def in_a_thread():
-    thread = threading.Thread(target=calls)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(calls).result()
 
 
 def refuses():
@@ -338,6 +339,7 @@ def test_every_setting_of_an_autotuner_is_compiled_ahead_and_nothing_is_launched
         env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
     assert done.stdout.split() == ["6", "launched", "0", "launched", "4"]
+    assert "toys: not compiled ahead from here: RuntimeError: not here\n" in done.stderr
     assert "toys: compiling 6 kernels in " in done.stderr
     compiled = {path.name: path.read_text() for path in tmp_path.glob("*.compiled")}
     assert sorted(compiled) == [f"{name}.compiled" for name in ("add-1", "add-2", "plain-0", "scan-1", "scan-2")]
