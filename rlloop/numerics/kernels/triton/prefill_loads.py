@@ -105,7 +105,7 @@ def bring(
 ):  # fmt: skip
     """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, v_full, empty, _turns = bars
+    q_full, q_empty, k_full, v_full, empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
