@@ -11,6 +11,7 @@ from rlloop.cli.machine_check import Line
 from rlloop.config.trainer import MASTERS_STAY
 from rlloop.errors import ConfigError
 from rlloop.models.config import read_config
+from rlloop.parallel.layout import Layout, beside, keys_of
 from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layouts, predict, preference
 
 
@@ -73,6 +74,14 @@ def examine_model(
     for each in sorted((each for each in needs if each not in fits), key=lambda each: each.total)[: 0 if fits else 3]:
         yield Line(False, f"{layout_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     if fits:
+        yield Line(None, "start", f"torchrun --nproc-per-node {gpus} -m rlloop train ... {_keys(fits[0].layout)}")
+        divided = next((each.layout for each in fits if each.layout.pp > 1 or each.layout.tp > 1), None)
+        if divided is not None:
+            yield Line(
+                None,
+                "tp, ep and pp",
+                f"the engine's as well, so that it has no weights of its own (with pp it must): {_keys(divided)}",
+            )
         copy = fits[0].parts["compute copy"] / GIB
         yield Line(
             None,
@@ -87,3 +96,8 @@ def examine_model(
             "fits",
             f"no layout does; {more}more GPUs, a smaller --tokens, or --lora RANK, an adapter over frozen weights",
         )
+
+
+def _keys(layout: Layout) -> str:
+    """The configuration keys of a layout for the trainer, and for an engine that reads its weights."""
+    return f"{keys_of(layout, 'trainer.layout.')} {keys_of(beside(layout), 'rollout.layout.')}".strip()

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlloop.config.limits import at_least, check_limits, limited
 from rlloop.errors import ConfigError
-from rlloop.parallel.layout import Layout
+from rlloop.parallel.layout import Layout, beside, keys_of
 
 _Degrees: Any = make_dataclass("_Degrees", [(f.name, int, limited(f.default, at_least(1))) for f in fields(Layout)])
 
@@ -84,10 +84,10 @@ class World:
 
 def _with_same_layers(trainer: Layout) -> str:
     """Layouts to propose for as many ranks, in which a rank's trainer and engine have the same layers."""
-    instead = f"Set trainer.layout.pp=1 and trainer.layout.dp_shard={trainer.dp_shard * trainer.pp}"
-    if trainer.dp_replicate == trainer.cp == 1:  # which one engine can have as well
-        return f"{instead}, or give rollout.layout the degrees of trainer.layout"
-    return instead
+    return (
+        f"Set trainer.layout.pp=1 and trainer.layout.dp_shard={trainer.dp_shard * trainer.pp}, or of rollout.layout "
+        f"{keys_of(beside(trainer)).replace(' ', ', ')} and the other degrees 1"
+    )
 
 
 def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout]:

@@ -183,7 +183,8 @@ class RunConfig:
                 )
         for key, layout in zip(("trainer.layout", "rollout.layout"), self.layouts, strict=True):
             for axis in ("tp", "pp", "ep", "cp"):
-                require(f"{key}.{axis}", getattr(layout, axis), getattr(layout, axis) == 1, f"1 {with_quantize}")
+                degree = getattr(layout, axis)
+                require(f"{key}.{axis}", degree, degree == 1, f"1 {with_quantize}; set {key}.dp_shard instead")
 
     def _check_fleet(self) -> None:
         if self.fleet.kind is not FleetKind.regions:
@@ -222,7 +223,7 @@ class RunConfig:
         if self.trainer.shard == "parameters" and self.trainer.layout.checked("trainer").dp_shard > 1:
             raise ConfigError(
                 f"{setting} compares tokens under past versions, whose weights trainer.shard=parameters has in pieces "
-                f"that no forward gathers; set trainer.shard to another, or {setting.partition('=')[0]}=0"
+                f"that no forward gathers; set trainer.shard=optimizer, or {setting.partition('=')[0]}=0"
             )
 
     def _check_corrected(self, setting: str) -> None:
@@ -305,9 +306,9 @@ class RunConfig:
         self._check_vllm_ranks()
         for key, alone, instead in (
             (
-                "rollout.drift and rollout.profile",
+                "rollout.drift or rollout.profile",
                 bool(self.rollout.drift.declared) or self.rollout.profile != RolloutProfile(),
-                "they compare numerics in one process",
+                "leave both off",
             ),
             (f"device={self.device}", ":" in self.device, "set device=cuda: each rank takes a GPU of its own"),
             (
@@ -319,7 +320,7 @@ class RunConfig:
             if alone:
                 raise ConfigError(
                     f"{key} is for one rank, and trainer.layout with rollout.layout has {self.world.size}; {instead}, "
-                    "or leave the layouts at 1"
+                    "or all degrees of both layouts at 1"
                 )
 
     def _check_vllm_ranks(self) -> None:

@@ -18,6 +18,7 @@ from rlloop.models.config import parse_config, read_config
 from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout
 from rlloop.protocols import MakesModel, Task
+from rlloop.rollout.vllm.stock_models import check_stock_model
 
 
 class Machine(NamedTuple):
@@ -61,6 +62,10 @@ def _check_gpus(machines: Sequence[Machine]) -> None:
     for rank, host, local, processes, have in machines:
         if max(local + 1, processes or 0) <= have or (rank == 0 and have == 0):
             continue
+        if have == 0:
+            raise ConfigError(
+                f"device=cuda, and {host}, where rank {rank} runs, has no GPU; leave it out, or set device=cpu"
+            )
         raise ConfigError(
             f"torchrun has started {processes or 'more'} processes on {host} (rank {rank} has index {local}), which "
             f"has {have} GPU{'s' * (have != 1)}, and each takes one. Start it with --nproc-per-node {max(1, have)} "
@@ -94,7 +99,7 @@ def _check_ray(config: RunConfig) -> None:
             "the cluster, with ray.address=HOST:PORT or auto"
         )
     needed, have = world.size + config.replicas * world.engine.world_size, torch.cuda.device_count()
-    if config.device == "cuda" and address is None and needed > have:
+    if config.device == "cuda" and address is None and needed > have > 0:
         raise ConfigError(
             f"trainer.layout and rollout.layout, with ray.replicas={config.replicas}, need {needed} GPUs, and this "
             f"machine has {have}. Set trainer.layout.dp_shard={max(1, have)} with the other degrees at 1, or attach to "
@@ -104,7 +109,7 @@ def _check_ray(config: RunConfig) -> None:
 
 def check_task(config: RunConfig, task: Task) -> None:
     """`check_model` of the model that `task` gives, where its configuration is known before it is made."""
-    if config.world.size == 1:
+    if config.world.size == 1 and config.rollout.engine is not EngineKind.vllm_stock:
         return
     if config.model.path is not None:
         check_model(config, read_config(config.model.path))
@@ -113,29 +118,8 @@ def check_task(config: RunConfig, task: Task) -> None:
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> None:
-    """Raises `ConfigError` where the model cannot be laid over the ranks."""
+    """Raises `ConfigError` where the model cannot be laid over the ranks, or vLLM's own code does not run it."""
     check_placement(model, config.world.trainer, "trainer.layout", trains=True)
     check_placement(model, config.world.engine, "rollout.layout", trains=False)
     if config.rollout.engine is EngineKind.vllm_stock:
-        _check_equal_parts(model, config.world.engine.tp)
-
-
-def _check_equal_parts(model: ModelConfig, tp: int) -> None:
-    """Raises `ConfigError` where vLLM's own model cannot be divided over `tp` ranks, which it does in equal parts."""
-    sizes = {"query heads": model.num_heads, "numbers inside an MLP": model.intermediate_size}
-    if model.latent is None and model.num_kv_heads > tp:
-        sizes["key-value heads"] = model.num_kv_heads
-    if model.mixture is not None:
-        sizes["numbers inside an expert"] = model.mixture.expert_size
-    for what, size in sizes.items():
-        if size % tp:
-            raise ConfigError(
-                f"rollout.layout.tp is {tp}, and rollout.engine=vllm_stock divides {model.architecture} in equal "
-                f"parts, which has {size} {what}; set tp to a number that divides them, or rollout.engine=vllm"
-            )
-    if model.latent is None and tp % min(tp, model.num_kv_heads):
-        raise ConfigError(
-            f"rollout.layout.tp is {tp}, and with rollout.engine=vllm_stock each of the {model.num_kv_heads} key-value "
-            f"heads of {model.architecture} lies on equally many ranks; set tp to a multiple of them, or "
-            "rollout.engine=vllm"
-        )
+        check_stock_model(model, config.device, config.world.engine.tp)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlloop.algorithms import Loss, advantages_for, loss_for
 from rlloop.config.instantiate import lacking, resolve
+from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.workers import engine_factory
@@ -19,6 +20,7 @@ from rlloop.numerics.implementations import batch_invariant, check_outside, is_o
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
 from rlloop.rewards.runner import RewardRunner
+from rlloop.rollout.vllm import versions
 from rlloop.runs.sinks import check_sinks
 
 
@@ -43,6 +45,8 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
     advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)
+    elif config.rollout.engine is not EngineKind.embedded:
+        versions.check()
     check_sinks(config.sinks)
     for key in ("path", "reference_path"):
         path = getattr(config.model, key)

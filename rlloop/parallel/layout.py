@@ -33,9 +33,10 @@ class Layout:
             if type(degree) is not int or degree < 1:
                 raise ConfigError(f"layout.{name} is {degree!r}; it must be a whole number, at least 1")
         if (shared := self.dp_shard * self.cp * self.tp) % self.ep:
+            shards = self.ep // math.gcd(self.ep, self.cp * self.tp)
             raise ConfigError(
-                f"layout.ep is {self.ep}, and experts are laid over dp_shard x cp x tp = {shared} ranks; "
-                "set ep to a number that divides it"
+                f"layout.ep is {self.ep}, and experts are laid over dp_shard x cp x tp = {shared} ranks; set ep to a "
+                f"number that divides it, or dp_shard to a multiple of {shards}"
             )
 
     @property
@@ -62,6 +63,18 @@ class Layout:
             rank, index[axis] = divmod(rank, getattr(self, axis))
         assert rank == 0, "a rank is below the world's size"
         return index
+
+
+def beside(trainer: Layout) -> Layout:
+    """The smallest engine's layout that has the same layers, heads and experts on each rank as the trainer's."""
+    tp, pp, ep = trainer.tp, trainer.pp, trainer.ep
+    shards = max(1, ep // tp) if pp == 1 else trainer.world_size // (tp * pp)  # stages lie apart: pp is outermost
+    return Layout(dp_shard=shards, tp=tp, pp=pp, ep=ep)
+
+
+def keys_of(layout: Layout, prefix: str = "") -> str:
+    """The axes above 1, as configuration keys; empty for one rank. Example: `dp_shard=4 ep=2`."""
+    return " ".join(f"{prefix}{axis}={degree}" for axis, degree in vars(layout).items() if degree > 1)
 
 
 Misfit = tuple[str, Layout]  # the rule that a layout violates, and a layout of smaller degrees to try instead

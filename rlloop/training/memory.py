@@ -24,7 +24,7 @@ from rlloop.models.placement import check_placement
 from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
-from rlloop.parallel.layout import Layout
+from rlloop.parallel.layout import Layout, keys_of
 from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, LOGITS_AT_ONCE
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
@@ -202,5 +202,4 @@ def _context(layout: Layout, rank: int) -> ParallelContext:
 
 def layout_keys(layout: Layout) -> str:
     """The axes above 1, as configuration keys."""
-    above = [f"{axis}={degree}" for axis, degree in vars(layout).items() if degree > 1]
-    return " ".join(above) or "one rank"
+    return keys_of(layout) or "one rank"

@@ -42,7 +42,7 @@ class Standing:
 
 CHECKS = "families' checks"
 DENSE = Standing("yes", "CPU, GPU", "yes", CHECKS)
-RECURRENT = Standing("yes", "CPU", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
+RECURRENT = Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
 STANDINGS = {  # by architecture
     "LlamaForCausalLM": replace(DENSE, proven=f"{CHECKS}; SmolLM2 trained on a GPU"),
     "Qwen3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape on GPUs"),
@@ -53,13 +53,13 @@ STANDINGS = {  # by architecture
     "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
     "Qwen3_5MoeForConditionalGeneration": replace(RECURRENT, proven=f"{CHECKS}, with images; small sizes on an H200"),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, vllm="CPU", lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
+        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
     "KimiK25ForConditionalGeneration": replace(
         DENSE, gpu="not tried", vllm="no", proven=f"{CHECKS}, of its text model; a Kimi K2's on GPUs"
     ),
-    "GptOssForCausalLM": Standing("operations", "CPU", "yes", f"{CHECKS}; operations on an H200"),
+    "GptOssForCausalLM": Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; a small size on an H100"),
 }
 
 

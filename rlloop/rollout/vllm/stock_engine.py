@@ -13,13 +13,13 @@ from torch import Tensor
 from rlloop.errors import ConfigError, SyncError
 from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
-from rlloop.models.architecture import LatentConfig
 from rlloop.models.checkpoint_names import HEAD, stored_shapes
 from rlloop.models.parameters import ParameterStore
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.vllm import names, versions
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.requests import check_text
+from rlloop.rollout.vllm.stock_models import check_stock_model
 from rlloop.rollout.vllm.weights import Part, place, plain
 from rlloop.sync.bits import digest
 from rlloop.sync.live import bits_of
@@ -28,7 +28,6 @@ from rlloop.types import ModelInput, SamplingParams
 CPU_PAGE = 32  # of vLLM's CPU kernel: pages are a multiple of it
 CPU_LATENT_PAGE = 16  # exactly this, with latent attention
 GPU_PAGE = 16
-CPU_LATENT = (512, 64)  # kv_lora_rank and qk_rope_head_dim of the only shape that its kernel for that knows
 
 
 class StockVllmEngine(VllmEngine):
@@ -103,16 +102,7 @@ class StockVllmEngine(VllmEngine):
     def _start(self, **settings: Any) -> Any:
         layout = self.model.context.layout
         settings |= {"tensor_parallel_size": layout.tp, "enable_expert_parallel": layout.ep > 1}
-        if self.model.config.vision is not None:
-            raise ConfigError(
-                f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own vision tower was not "
-                "tried; set rollout.engine=vllm or embedded"
-            )
-        if self.model.recurrent:
-            raise ConfigError(
-                f"rollout.engine=vllm_stock with {self.model.config.architecture}: vLLM's own recurrent layers were "
-                "not tried; set rollout.engine=vllm or embedded"
-            )
+        check_stock_model(self.model.config, self.model.device.type, layout.tp)
         if os.environ.get("VLLM_USE_FLASHINFER_SAMPLER") == "1":
             raise ConfigError(
                 "VLLM_USE_FLASHINFER_SAMPLER=1: that sampler has no logprobs of what it sampled from; unset it"
@@ -124,27 +114,13 @@ class StockVllmEngine(VllmEngine):
             settings["enable_chunked_prefill"] = False
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], settings["max_model_len"])
             if latent is not None:
-                _check_latent(latent)
                 settings["attention_backend"] = "CPU_MLA"  # with AMX's kernel, kv_b_proj is split and freed
-        elif latent is not None and latent.indexer is not None:
-            raise ConfigError("rollout.engine=vllm_stock with an indexer was not tried; rollout.engine=vllm runs it")
         elif self.model.route_shape() is not None:
             settings["moe_backend"] = "triton"  # whose weights have a checkpoint's layout
         page = -(-settings["block_size"] // least) * least
         settings["kv_cache_memory_bytes"] *= page // settings["block_size"] + 1  # a page more than whole ones need
         settings["block_size"] = page
         return super()._start(logprobs_mode="processed_logprobs", **settings)
-
-
-def _check_latent(latent: LatentConfig) -> None:
-    """Raises `ConfigError` for shapes that vLLM's CPU kernel for latent attention does not support."""
-    if latent.indexer is None and (latent.kv_rank, latent.rope_dim) == CPU_LATENT:
-        return
-    shape = f"{latent.kv_rank} and {latent.rope_dim}" if latent.indexer is None else "an indexer"
-    raise ConfigError(
-        f"rollout.engine=vllm_stock with latent attention: vLLM's CPU kernel knows kv_lora_rank={CPU_LATENT[0]} with "
-        f"qk_rope_head_dim={CPU_LATENT[1]}, without an indexer; this model has {shape}. rollout.engine=vllm runs it"
-    )
 
 
 def _few(names: list[str]) -> str:

@@ -104,10 +104,15 @@ def wheel_cuda() -> int | None:
     return None
 
 
-def require() -> None:
-    """Sets vLLM's environment. Raises `ConfigError` where vLLM cannot be used."""
+def check() -> None:
+    """Raises `ConfigError` where vLLM cannot be used."""
     if lines := problems():
         raise ConfigError("rollout.engine needs vLLM: " + "; ".join(lines))
+
+
+def require() -> None:
+    """Sets vLLM's environment. Raises `ConfigError` where vLLM cannot be used."""
+    check()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

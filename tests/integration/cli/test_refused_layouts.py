@@ -93,7 +93,7 @@ def test_what_a_given_model_cannot_hold(tmp_path, capsys):
     ],
 )
 def test_what_vllms_own_model_cannot_hold(heads, tp, said, tmp_path):
-    make_model(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    make_model(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=32)
     model = read_config(tmp_path / "model")
     config = build(
         compose_recipe("countdown", [f"rollout.layout.tp={tp}", "rollout.engine=vllm_stock", "parity.mode=observe"])
@@ -103,6 +103,24 @@ def test_what_vllms_own_model_cannot_hold(heads, tp, said, tmp_path):
     else:
         with pytest.raises(ConfigError, match=said):
             check_model(config, model)
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_heads_that_vllms_kernel_lacks(dry, capsys, monkeypatch):
+    """On one rank as well, before the recipe's model is made."""
+    monkeypatch.setattr("rlloop.rollout.vllm.versions.problems", list)
+    stock = ["rollout.engine=vllm_stock", "parity.mode=observe"]
+    assert main(["train", "countdown", "run.dir=run", *stock, *dry]) == 2
+    said = capsys.readouterr().err
+    assert "kernel for attention knows head_dim=32, 48" in said
+    assert "this model has 16. rollout.engine=vllm runs it" in said
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_a_missing_vllm_is_named_before_ray_starts(dry, capsys, monkeypatch):
+    monkeypatch.setattr("rlloop.rollout.vllm.versions.installed", lambda: None)
+    assert main(["train", "countdown", "run.dir=run", "rollout.engine=vllm", RAY, "rollout.layout.tp=2", *dry]) == 2
+    assert "rollout.engine needs vLLM: vLLM is not installed" in capsys.readouterr().err
 
 
 @dataclass
@@ -147,7 +165,7 @@ def test_torchruns_ranks_are_refused_alike(layout, here, said, monkeypatch):
             Machine(3, "second", 1, 2, 1),
             r"2 processes on second \(rank 3 has index 1\), which has 1 GPU, and",
         ),
-        (Machine(2, "second", 0, 2, 0), "2 processes on second .*, which has 0 GPUs, .* --nproc-per-node 1 there"),
+        (Machine(2, "second", 0, 2, 0), "second, where rank 2 runs, has no GPU; leave it out, or"),
         (Machine(3, "second", 1, None, 1), "more processes on second"),
         (Machine(3, "second", 1, 2, 2), "tp is 8"),
     ],
