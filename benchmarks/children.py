@@ -22,11 +22,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MARK = "#made "
+MARK, PREPARED = "#made ", "prepared"
+LEAST = 2  # rounds of which a figure is worth recording
 LINES, WIDTH = 300, 1000  # of a child's last ones, kept to say why it ended; an engine may log all its prompts in one
 
 
@@ -155,14 +157,18 @@ def in_turns(
     rounds: int,
     known: Callable[[str, Rounds], None] | None = None,
     ended: Callable[[Child, Ended], None] | None = None,
+    *,
+    ahead: bool = False,
 ) -> dict[str, Rounds]:
     """Work -> child -> its answers to `WORK ROUND`, once all children are ready. They take turns; round 0 warms up and
     does not count. Closes them.
 
-    `known` gets what one work made as soon as it is done. `ended` gets a child that ends, and the others go on;
-    without it that raises `Ended`."""
+    `known` gets what one work made as soon as it is done, also if an interrupt (or SIGTERM) ends it after `LEAST`
+    rounds or more. `ended` gets a child that ends, and the others go on; without it that raises `Ended`.
+    `ahead`: each child warms up, in all works, as soon as it is ready, while others still start."""
     found: dict[str, Rounds] = {}
-    left = list(children)
+    left, works = list(children), list(works)
+    warm = works if ahead else []
 
     def value(child: Child, of: Callable[[], Any]) -> Any:
         try:
@@ -173,21 +179,68 @@ def in_turns(
             left.remove(child)
             ended(child, error)
 
+    def made(answers: Rounds) -> Rounds:
+        count = min((len(answers[child.name]) for child in left), default=0)
+        return {child.name: answers[child.name][0 if ahead else 1 : count] for child in left}
+
+    def tell_known(work: str, answers: Rounds) -> None:
+        found[work] = made(answers)
+        if known is not None:
+            known(work, found[work])
+
     try:
-        for child in children:
-            value(child, child.wait)
-        for work in works:
-            answers: Rounds = {child.name: [] for child in left}
-            for index in range(rounds + 1):
-                for child in list(left):
-                    answers[child.name].append(value(child, lambda: child.ask(f"{work} {index}")))  # noqa: B023
-            found[work] = {child.name: answers[child.name][1:] for child in left}
-            if known is not None:
-                known(work, found[work])
+        with interrupted_by_terms():
+            for child in children:
+                for work in warm:
+                    child.send(f"{work} 0")
+            for child in children:
+                value(child, lambda: [child.wait() for _ in (None, *warm)])  # noqa: B023
+            for work in works:
+                answers: Rounds = {child.name: [] for child in left}
+                try:
+                    for index in range(1 if ahead else 0, rounds + 1):
+                        for child in list(left):
+                            answers[child.name].append(value(child, lambda: child.ask(f"{work} {index}")))  # noqa: B023
+                except KeyboardInterrupt:
+                    if left and min(map(len, made(answers).values())) >= LEAST:
+                        tell_known(work, answers)
+                    raise
+                tell_known(work, answers)
     finally:
         for child in children:
             child.close()
     return found
+
+
+@contextlib.contextmanager
+def interrupted_by_terms() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, raises `KeyboardInterrupt` meanwhile."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def prepare(children: Iterable[Child], folder: Path, work: Callable[[], object]) -> None:
+    """Do work for children that import meanwhile, until they need the folder (`when_prepared`). Closes them where it
+    fails."""
+    try:
+        work()
+    except BaseException:
+        for child in children:
+            child.close()
+        raise
+    (folder / PREPARED).touch()
+
+
+def when_prepared(folder: Path) -> None:
+    """In a child, or a process of its own: wait for `prepare`."""
+    parent = os.getppid()
+    while not (folder / PREPARED).exists():
+        if os.getppid() != parent:
+            raise SystemExit("the process that prepares the folder has ended")
+        time.sleep(0.05)
 
 
 def rehearsed(child: Child, works: Iterable[str]) -> None:

@@ -3,11 +3,11 @@
     python benchmarks/ranks_engine.py --tp 2 [--vllm] [--only crowd] [--profile] [--quick]
 
 rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_size=N` (`--vllm`), by default and
-batch-invariant. All engines have started before the first runs, and then they take turns, a workload at a time: one
-round each to warm up, then three on new prompts; least, median and most are printed, and medians recorded. Every rank
-must make the same tokens. rlloop's requests have seeds, which cost it nothing; vLLM's have none, which is faster.
-CACHE_GIB=11 in the environment lets the engines fit on GPUs of 80 GB together. `--profile`: the first GPU's kernels by
-a step instead, of rlloop alone; nothing is recorded.
+batch-invariant. Each runs a round to warm up; when all have, they take turns, a workload at a time, in three rounds on
+new prompts; least, median and most are printed, and medians recorded, of each workload as soon as it is done, or as an
+interrupt (or SIGTERM) ends it after two rounds. Every rank must make the same tokens. rlloop's requests have seeds,
+which cost it nothing; vLLM's have none, which is faster. CACHE_GIB=11 in the environment lets the engines fit on GPUs
+of 80 GB together. `--profile`: the first GPU's kernels by a step instead, of rlloop alone; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from children import Child, answer, in_turns, rehearsed
+from children import Child, Ended, Rounds, answer, in_turns, prepare, rehearsed, when_prepared
 from gpu_shapes import save_random
 from profiled import profiled
 from results_schema import Figure, report, table
@@ -76,6 +76,7 @@ def rlloop_side(folder: str, tp: int, rank: int, kind: str) -> tuple[Run, Any]:
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     KEPT.enter_context(process_group(device, f"file://{folder}/meeting", rank, tp))
     context = join(device, Layout(tp=tp))
+    when_prepared(Path(folder))
     model = rlloop.load_model(folder, dtype="bfloat16", context=context)
     engine = rlloop.Engine(
         model, max_cache_tokens=CACHE_BYTES // (TOKEN_BYTES // tp), max_running=RUNNING, max_batch_tokens=8192
@@ -100,6 +101,7 @@ def follow(folder: str, tp: int, rank: int, kind: str) -> None:
 def vllm_side(folder: str, tp: int) -> Run:
     import vllm
 
+    when_prepared(Path(folder))
     engine = vllm.LLM(
         folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
         max_num_batched_tokens=8192, tensor_parallel_size=tp, logprobs_mode="processed_logprobs",
@@ -173,36 +175,49 @@ def main() -> None:
         return
     vllm = given.vllm and not given.profile
     names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
+    works = given.only or list(WORK)
+
+    def record(work: str, by_side: Rounds) -> None:
+        figures = figures_of(work, by_side, given.tp, vllm)
+        if given.quick:
+            print(table(figures))
+        else:
+            report(
+                f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())), part=True
+            )
+
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        save_random({**QWEN3_8B, "num_hidden_layers": given.layers}, folder)
         command = [sys.executable, __file__, "--tp", str(given.tp), "--child"]
         sides = [Child(name, [*command, name, place], SIDES[name]) for name in names]
+        prepare(sides, folder, lambda: save_random({**QWEN3_8B, "num_hidden_layers": given.layers}, folder))
         if given.profile:
-            rehearsed(sides[0], given.only or list(WORK))
-            return
-        figures = measured(sides, given.only or list(WORK), given.tp)
-    if given.quick:
-        print(table(figures))
-    else:
-        report(f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+            rehearsed(sides[0], works)
+        else:
+            in_turns(sides, works, ROUNDS, record, left_out, ahead=True)
 
 
-def measured(sides: list[Child], works: list[str], tp: int) -> list[Figure]:
-    figures, lines = [], []
-    for work, by_side in in_turns(sides, works, ROUNDS).items():
-        for name, speeds in by_side.items():
-            low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
-            lines.append(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s")
-        ours, title = by_side["rlloop"], f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
-        if len(sides) == 1:
-            figures.append(Figure.of_rounds(title, "tokens/s", ours))
-        for peer, speeds in by_side.items():
-            if peer != "rlloop":
-                aim = AIMS[work] if peer == "vLLM default" else 1.5
-                figures.append(Figure.of_rounds(title, "tokens/s", ours, f"{peer} tp {tp}, unseeded", speeds, aim=aim))
-    print("\n".join(["", "least / median / most", *lines, ""]), flush=True)
-    return figures
+def left_out(side: Child, error: Ended) -> None:
+    """A peer may end; the others go on."""
+    if side.name == "rlloop":
+        raise error
+    print(error, file=sys.stderr, flush=True)
+
+
+def figures_of(work: str, by_side: Rounds, tp: int, beside: bool) -> list[Figure]:
+    """`beside`: peers were asked for; they may have ended."""
+    for name, speeds in by_side.items():
+        low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
+        print(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s", flush=True)
+    ours, title = by_side["rlloop"], f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
+    peers = {name: speeds for name, speeds in by_side.items() if name != "rlloop"}
+    if not peers:
+        return [Figure.of_rounds(title, "tokens/s", ours, "vLLM: it ended" if beside else None)]
+    aims = {name: AIMS[work] if name == "vLLM default" else 1.5 for name in peers}
+    return [
+        Figure.of_rounds(title, "tokens/s", ours, f"{name} tp {tp}, unseeded", speeds, aim=aims[name])
+        for name, speeds in peers.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python benchmarks/ranks_experts.py --gpus 4 [--vllm] [--only crowd] [--profile] [--quick] [--tiny]
 
 rlloop's engine with `rollout.layout.tp=N` and `ep=N`, beside vLLM's with `tensor_parallel_size=N`, by default and with
-`enable_expert_parallel` (`--vllm`). Every engine has started before the first runs, and then they take turns: one round
-each to warm up, then three on new prompts; medians are recorded. Logprobs are on. `--profile`: the first GPU's kernels
+`enable_expert_parallel` (`--vllm`). Each runs a round to warm up; when all have, they take turns, a workload at a time,
+in three rounds on new prompts; medians are recorded, of each workload as soon as it is done, or as an interrupt (or
+SIGTERM) ends it after two rounds. Logprobs are on. `--profile`: the first GPU's kernels
 by a step instead, of rlloop alone; nothing is recorded. `--tiny`: a small model on CPUs, to try the script out.
 """
 
@@ -17,12 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from children import Child, answer, in_turns, rehearsed
+from children import Child, Rounds, answer, in_turns, prepare, rehearsed, when_prepared
 from gpu_shapes import save_random
 from profiled import profiled
+from ranks_engine import left_out
 from results_schema import Figure, report, table
 
 MIXTURE: dict[str, Any] = {
@@ -63,6 +66,7 @@ def rank_main(folder: str, ranks: int, rank: int, tiny: bool) -> None:
     device = torch.device("cpu") if tiny else torch.device("cuda", rank)
     with process_group(device, f"file://{folder}/meeting", rank, ranks):
         context = join(device, Layout(tp=ranks, ep=ranks))
+        when_prepared(Path(folder))
         model = rlloop.load_model(folder, dtype="bfloat16", context=context)
         token_bytes = MIXTURE["num_hidden_layers"] * 2 * -(-4 // ranks) * 128 * 2
         room = 4096 if tiny else CACHE_BYTES // token_bytes
@@ -86,6 +90,7 @@ def rank_main(folder: str, ranks: int, rank: int, tiny: bool) -> None:
 def vllm_main(folder: str, ranks: int, options: dict[str, Any], tiny: bool) -> None:
     import vllm
 
+    when_prepared(Path(folder))
     engine = vllm.LLM(
         folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
         max_num_batched_tokens=8192, tensor_parallel_size=ranks, logprobs_mode="processed_logprobs",
@@ -136,20 +141,20 @@ def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
     rank_main(folder, ranks, 0, tiny)
 
 
-def measured(sides: list[Child], works: list[str], ranks: int) -> list[Figure]:
-    figures, lines = [], []
-    for work, speeds in in_turns(sides, works, ROUNDS).items():
-        middle = {name: statistics.median(each) for name, each in speeds.items()}
-        lines += [f"{work}: {name} {min(s):,.0f} / {middle[name]:,.0f} / {max(s):,.0f}" for name, s in speeds.items()]
-        count, prompt, new = WORK[work]
-        title = f"engine, 16 layers of 128 experts bf16, EP {ranks}, {count} x ({prompt} in, {new} out)"
-        for peer in [name for name in middle if name != "rlloop"] or [None]:
-            named, aim = (None, None) if peer is None else (f"{peer} {ranks}, unseeded", 1.1)
-            figures.append(
-                Figure.of_rounds(title, "tokens/s", speeds["rlloop"], named, speeds.get(peer or ""), aim=aim)
-            )
-    print("\n".join(["", "tokens/s, least / median / most", *lines, ""]), flush=True)
-    return figures
+def figures_of(work: str, by_side: Rounds, ranks: int, beside: bool) -> list[Figure]:
+    """`beside`: peers were asked for; they may have ended."""
+    for name, speeds in by_side.items():
+        low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
+        print(f"{work}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s", flush=True)
+    count, prompt, new = WORK[work]
+    title = f"engine, 16 layers of 128 experts bf16, EP {ranks}, {count} x ({prompt} in, {new} out)"
+    ours, peers = by_side["rlloop"], {name: speeds for name, speeds in by_side.items() if name != "rlloop"}
+    if not peers:
+        return [Figure.of_rounds(title, "tokens/s", ours, "vLLM: it ended" if beside else None)]
+    return [
+        Figure.of_rounds(title, "tokens/s", ours, f"{name} {ranks}, unseeded", speeds, aim=1.1)
+        for name, speeds in peers.items()
+    ]
 
 
 def main() -> None:
@@ -169,20 +174,26 @@ def main() -> None:
         return
     vllm = given.vllm and not given.profile
     names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
+    works = given.only or list(WORK)
+
+    def record(work: str, by_side: Rounds) -> None:
+        figures = figures_of(work, by_side, given.gpus, vllm)
+        if given.quick or given.tiny:
+            print(table(figures))
+        else:
+            packages = ("triton", *(("vllm",) if given.vllm else ()))
+            report(f"ranks-experts-{given.gpus}", figures, packages=packages, part=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        save_random(TINY if given.tiny else MIXTURE, folder)
         arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]
         command = [sys.executable, __file__, *arguments, "--child"]
         plugins = {name: {} if name == "rlloop" else {"VLLM_PLUGINS": "none"} for name in names}
         sides = [Child(name, [*command, name], plugins[name]) for name in names]
+        prepare(sides, Path(folder), lambda: save_random(TINY if given.tiny else MIXTURE, folder))
         if given.profile:
-            rehearsed(sides[0], given.only or list(WORK))
-            return
-        figures = measured(sides, given.only or list(WORK), given.gpus)
-    if given.quick or given.tiny:
-        print(table(figures))
-    else:
-        report(f"ranks-experts-{given.gpus}", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+            rehearsed(sides[0], works)
+        else:
+            in_turns(sides, works, ROUNDS, record, left_out, ahead=True)
 
 
 if __name__ == "__main__":

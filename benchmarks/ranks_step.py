@@ -12,8 +12,9 @@ requests of 128 tokens in and 256 out for each GPU, with logprobs. `--layers`: a
   no seeds, which is its faster way.
 
 Both learn from the same number of tokens, in micro-batches of 32 sequences, so that every GPU has as many. Medians of
-five steps, after four. Of our side's steps the parts are printed: sampling (of the slowest rank as well), exchange of
-what was sampled, which waits for that rank, gradients, and the update of the weights.
+five steps, after four, are recorded as soon as a side is done, or as an interrupt (or SIGTERM) ends it after two. Of
+our side's steps the parts are printed: sampling (of the slowest rank as well), exchange of what was sampled, which
+waits for that rank, gradients, and the update of the weights.
 `--tiny` runs toys on CPUs without the peer, which shows that the script works and measures nothing.
 """
 
@@ -31,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from children import Child, answer
+from children import LEAST, Child, answer, interrupted_by_terms
 from gpu_shapes import save_random
 from ranks_train import Setting, our_model, peer_model
 from results_schema import Figure, report, table
@@ -207,31 +208,37 @@ def split_of(answers: list[Answer]) -> str:
     return ", ".join(f"{part} {taken:.3f}" for part, taken in seconds[0].items()) + f"; slowest sampling {slowest:.3f}"
 
 
-def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float], list[Any]]:
-    """Seconds of each step that counts, and what the last part's ranks answered in it."""
+def measured(name: str, setting: Setting, parts: list[str]) -> tuple[list[float], list[Any], bool]:
+    """Seconds of each step that counts, what the last part's ranks answered in it, and whether it was interrupted."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         if "vllm" in parts:
             save_random(setting.config, folder)
         sides = [Processes(part, setting, folder) for part in parts]
+        seconds, found = [], list[Any]()
         try:
-            for side in sides:
-                side.answers()
-            seconds, found = [], list[Any]()
-            for index in range(WARM + STEPS):
-                begin = time.perf_counter()
-                marks = [begin]
+            with interrupted_by_terms():
                 for side in sides:
-                    found = side.step(index)
-                    marks.append(time.perf_counter())
-                seconds.append(marks[-1] - begin)
-                split = ", ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(marks))
-                split += f" s: {split_of(found)}" if parts == ["rlloop"] else " s"
-                print(f"{name}, {setting.size} GPUs, step {index}: {split}", file=sys.stderr, flush=True)
+                    side.answers()
+                for index in range(WARM + STEPS):
+                    begin = time.perf_counter()
+                    marks, made = [begin], list[Any]()
+                    for side in sides:
+                        made = side.step(index)
+                        marks.append(time.perf_counter())
+                    seconds.append(marks[-1] - begin)
+                    found = made
+                    split = ", ".join(f"{b - a:.2f}" for a, b in itertools.pairwise(marks))
+                    split += f" s: {split_of(found)}" if parts == ["rlloop"] else " s"
+                    print(f"{name}, {setting.size} GPUs, step {index}: {split}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            if len(seconds) < WARM + LEAST:
+                raise
+            return seconds[WARM:], found, True
         finally:
             for side in sides:
                 side.close()
-    return seconds[WARM:], found
+    return seconds[WARM:], found, False
 
 
 def main() -> None:
@@ -250,37 +257,44 @@ def main() -> None:
         child(what, Setting(int(rank), size, args.tiny, "optimizer", args.layers), Path(folder))
         return
     setting, alone = (Setting(0, ranks, args.tiny, "optimizer", args.layers) for ranks in (size, 1))
-    mine, answers = measured("rlloop", setting, ["rlloop"])
-    one, _ = measured("rlloop", alone, ["rlloop"])
-    peer = measured("vLLM + FSDP2", setting, ["vllm", "fsdp"])[0] if args.vllm else None
-    figures = figures_of(setting, alone, mine, one, peer, answers[0])
-    if args.quick or args.tiny:
-        print(table(figures))
-    else:
-        report(f"ranks-step-{size}", figures, packages=("triton", "transformers", *(("vllm",) if args.vllm else ())))
+    runs = {"rlloop": (setting, ["rlloop"]), "vLLM + FSDP2": (setting, ["vllm", "fsdp"]), "alone": (alone, ["rlloop"])}
+    if not args.vllm:
+        del runs["vLLM + FSDP2"]
+    seconds, answer = dict[str, list[float]](), Answer()
+    for name, (where, parts) in runs.items():
+        seconds[name], answers, interrupted = measured(name, where, parts)
+        answer = answer or answers[0]
+        figures = figures_of(setting, alone, seconds, answer)
+        if args.quick or args.tiny:
+            print(table(figures))
+        else:
+            packages = ("triton", "transformers", *(("vllm",) if args.vllm else ()))
+            report(f"ranks-step-{size}", figures, packages=packages, part=True)
+        if interrupted:
+            raise KeyboardInterrupt
 
 
-def figures_of(
-    setting: Setting, alone: Setting, mine: list[float], one: list[float], peer: list[float] | None, answer: Answer
-) -> list[Figure]:
+def figures_of(setting: Setting, alone: Setting, seconds: dict[str, list[float]], answer: Answer) -> list[Figure]:
+    """Of what has been measured so far: seconds of steps by side, and what a rank of ours answered."""
     work = Work(setting)
     shape = f"8B shape ({setting.config['num_hidden_layers']} layers), {setting.size} GPUs"
     title = f"RL step, {shape}, {work.count} x ({work.prompt} in, {work.new} out)"
-    speeds = [work.count * work.new / taken for taken in mine]
-    others = None if peer is None else [work.count * work.new / taken for taken in peer]
-    weak = [
-        [Work(each).count * work.new / each.size / taken for taken in seconds]
-        for each, seconds in ((setting, mine), (alone, one))
-    ]
+    speeds = {name: [work.count * work.new / taken for taken in each] for name, each in seconds.items()}
+    peer = speeds.get("vLLM + FSDP2")
     named = None if peer is None else f"vLLM default TP {setting.size} + transformers, FSDP2"
-    return [
-        Figure.of_rounds(title, "new tokens/s", speeds, named, others, aim=1.2),
-        Figure.of_rounds(
-            f"weak scaling of an {title}", "new tokens/s a GPU", weak[0], "itself on 1 GPU", weak[1], aim=0.9
-        ),
+    figures = [
+        Figure.of_rounds(title, "new tokens/s", speeds["rlloop"], named, peer, aim=1.2),
         Figure(name=f"{title}: logprobs compared", unit="", value=answer["compared"]),
         Figure(name=f"{title}: logprobs that differ", unit="", value=answer["differ"]),
     ]
+    if "alone" in seconds:
+        weak = [
+            [Work(each).count * work.new / each.size / taken for taken in seconds[name]]
+            for name, each in (("rlloop", setting), ("alone", alone))
+        ]
+        title = f"weak scaling of an {title}"
+        figures.append(Figure.of_rounds(title, "new tokens/s a GPU", weak[0], "itself on 1 GPU", weak[1], aim=0.9))
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,76 +1,32 @@
-"""An engine whose steps are replays, prompts among them, makes the bits of one that computes each step as it comes.
-
-CUDA's part is replaced: to replay a graph is to do its work again, on its inputs and into its outputs.
-"""
+"""An engine whose steps are replays, prompts among them, makes the bits of one that computes each step as it comes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlloop.models import Model, load_model
+from rlloop.models import load_model
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine import engine as engine_module
 from rlloop.rollout.engine import graph_sizes, graphs
-from rlloop.rollout.engine.choice_store import ChoiceStore
-from rlloop.rollout.engine.drawing import to_host
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import EngineGraphs
-from rlloop.rollout.engine.kv_cache import PagedCache
 from rlloop.rollout.engine.scheduler import ScheduledStep
 from rlloop.types import SamplingParams
 from tests.support.adapters import random_adapter
 from tests.support.checkpoints import make_checkpoint
+from tests.support.replayed_graphs import Replays, Work, count_replays, replaying
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.traffic import VOCABULARY, bits, traffic
-
-Work = Callable[[], tuple[Tensor, ...]]
-Replays = Counter[str]
 
 
 @pytest.fixture(params=[graph_sizes.LONG, 0], ids=["together", "apart"])
 def replays(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Replays:
     """How many steps of each kind were replayed."""
-    counts: Replays = Counter()
-
-    def captured(self: EngineGraphs, work: Work) -> tuple[object, tuple[Tensor, ...]]:
-        outputs = work()
-
-        def replay() -> None:
-            counts["prompts" if outputs[0].shape[-1] == self._model.config.hidden_size else "decodes"] += 1
-            for output, made in zip(outputs, work(), strict=True):
-                output.copy_(made)
-
-        return SimpleNamespace(replay=replay), outputs
-
-    monkeypatch.setattr(EngineGraphs, "_captured", captured)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(graphs, "SEEN", 1)
-    monkeypatch.setattr(graph_sizes, "LONG", request.param)
-    # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
-    monkeypatch.setattr(engine_module, "to_host", lambda drawn: to_host(drawn.clone()))
-    return counts
-
-
-def replaying(model: Model, **settings: Any) -> Engine:
-    """An engine with graphs, and what is spare on a GPU."""
-    engine = Engine(model, **settings)
-    size, room = engine.page_size, engine._num_blocks * engine.page_size
-    rows = engine._max_running + engine._saved_states
-    engine._cache = PagedCache(
-        model.cache_spec(), room, model.dtype, model.device, model.state_spec(), rows, spare=size
-    )  # fmt: skip
-    engine._choices = ChoiceStore.of(model, room + size)
-    engine._graphs = EngineGraphs(model, engine._cache, size, engine._choices)
-    engine._scheduler = engine._new_scheduler()
-    return engine
+    return count_replays(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +104,7 @@ def test_what_cannot_be_recorded_stops_no_server(monkeypatch: pytest.MonkeyPatch
     model = tiny_qwen3(vocab_size=VOCABULARY)
     engine, captured, left = replaying(model, max_running=7), EngineGraphs._captured, iter(range(3))
 
-    def tight(self: EngineGraphs, work: Work) -> tuple[object, tuple[Tensor, ...]]:
+    def tight(self: EngineGraphs, work: Work) -> object:
         if next(left, None) is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return captured(self, work)

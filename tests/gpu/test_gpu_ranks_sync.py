@@ -16,9 +16,10 @@ from tests.support.ranks import run_ranks
 
 # Wide enough that tensors are encoded on the device: above 2^19 elements.
 WIDE = {**SHARED, "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 1536}
+PIECE = 1 << 18  # bytes
 MODELS = {
     "dense": {**WIDE, **KINDS["dense"], "tie_word_embeddings": True},
-    "mixture": {**WIDE, **KINDS["mixture"], "moe_intermediate_size": 640},
+    "mixture": {**WIDE, **KINDS["mixture"], "moe_intermediate_size": 256},
 }
 LAYOUTS: dict[int, dict[str, list[dict[str, int]]]] = {
     1: {"dense": [{}]},
@@ -46,13 +47,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def every(folder: Path, cases: dict[str, list[dict[str, int]]], kind: str) -> list[Any]:
     """Publishes a few versions of each case in each layout; the names of tensors whose bits a rank keeps."""
     return [
-        published(folder, case, layout, folder / f"{case} {layout} {kind}", range(5), kind=kind)
+        published(folder, case, layout, folder / f"{case} {layout} {kind}", range(5), kind=kind, piece=PIECE)
         for case, layouts in cases.items()
         for layout in layouts
     ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_gpus_store_the_bytes_of_one_cpu(alone: Path, size: int) -> None:
     need_gpus(size)

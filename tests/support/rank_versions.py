@@ -103,13 +103,15 @@ def published(
     versions: range,
     fails: str = "",
     kind: str = "cpu",
+    piece: int = PIECE,
 ) -> list[str]:
     """Publishes some versions, of which the third is stored whole as well. Returns the large tensors whose published
     bits a rank keeps.
 
-    `fails`: while the last version's pieces are written the store fails, or ("dies") the first rank's process ends.
+    `piece`: bytes of a file of the store. `fails`: while the last version's pieces are written the store fails, or
+    ("dies") the first rank's process ends.
     """
-    packing.JOINED, stream.PIECE, manifest.PIECE = SMALL, PIECE, PIECE  # of a rank's process
+    packing.JOINED, stream.PIECE, manifest.PIECE = SMALL, piece, piece  # of a rank's process
     first = not dist.is_initialized() or dist.get_rank() == 0
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     trainer = Trainer(models, case, layout, Failing(store), first, device)

@@ -1,18 +1,20 @@
-"""Runs a function in several processes, one a rank, over gloo."""
+"""Runs a function in several processes, one a rank: over gloo, or on GPUs over NCCL."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
-import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support.command import forks
 
@@ -20,14 +22,22 @@ from tests.support.command import forks
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "cpu") -> list[Any]:
     """`function(*args)` in `size` processes of one process group; their results, in order of rank.
 
-    `kind` cuda: each has a GPU of its own, the current one, and NCCL.
+    `kind` cuda: each has a GPU of its own, the current one, and NCCL. These processes and their process group stay for
+    the next call.
 
     `function` must be importable: a module's own.
     """
+    if kind == "cuda":
+        if size not in _standing:
+            _standing[size] = GpuRanks(size)
+        try:
+            return _standing[size].run(function, args)
+        except BaseException:
+            del _standing[size]
+            raise
     with tempfile.TemporaryDirectory() as folder:
-        work = partial(_rank, kind, f"file://{Path(folder) / 'meeting'}", size, function, args)
-        context = forks() if kind == "cpu" else multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(size, context) as pool:
+        work = partial(_rank, f"file://{Path(folder) / 'meeting'}", size, function, args)
+        with ProcessPoolExecutor(size, forks()) as pool:
             ranks = [pool.submit(work, rank) for rank in range(size)]
             errors = [error for rank in ranks if (error := rank.exception()) is not None]
     for error in sorted(errors, key=lambda each: "gloo" in str(each)):  # others only lost their peer
@@ -35,15 +45,85 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "
     return [rank.result() for rank in ranks]
 
 
-def _rank(kind: str, address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
+def _rank(address: str, size: int, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> Any:
     from rlloop.parallel.start import Place, process_group
 
     torch.set_num_threads(1)
-    with process_group(Place(rank, size, address, rank).device(kind), address, rank, size):
+    with process_group(Place(rank, size, address, rank).device("cpu"), address, rank, size):
+        return function(*args)
+
+
+class GpuRanks:
+    """Processes with a GPU each: to start them takes longer than most tests, and what they have compiled serves the
+    next one. Where one fails all end, since NCCL would wait for it; the next test starts others."""
+
+    def __init__(self, size: int, kind: str = "cuda") -> None:
+        self._folder, self._size = tempfile.TemporaryDirectory(), size
+        context, self._ends, self._processes = multiprocessing.get_context("spawn"), list[Connection](), []
+        for rank in range(size):
+            end, theirs = context.Pipe()
+            given = (theirs, kind, f"file://{Path(self._folder.name) / 'meeting'}", rank, size)
+            process = context.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(end)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        found: dict[int, Any] = {}
         try:
-            return function(*args)
-        except Exception:
-            if kind == "cuda":  # NCCL would wait for the other ranks, and they for this one: nothing would be said
-                traceback.print_exc()
-                os._exit(1)
+            for end in self._ends:
+                end.send((function, args))
+            while left := [end for rank, end in enumerate(self._ends) if rank not in found]:
+                for end in wait(left):
+                    assert isinstance(end, Connection)
+                    rank = self._ends.index(end)
+                    try:
+                        found[rank], failure = end.recv()
+                    except EOFError:
+                        failure = "its process ended"
+                    if failure:
+                        raise RuntimeError(f"rank {rank} of {self._size}: {failure}")
+        except BaseException:
+            self.end()
             raise
+        return [found[rank] for rank in range(self._size)]
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+_standing: dict[int, GpuRanks] = {}  # by number
+
+
+def _serve(end: Connection, kind: str, address: str, rank: int, size: int) -> None:
+    """Does what it is told, until this process is killed."""
+    from rlloop.parallel.start import Place, process_group
+
+    torch.set_num_threads(1)
+    group = process_group(Place(rank, size, address, rank).device(kind), address, rank, size)
+    group.__enter__()  # never left: NCCL would wait for whatever still refers to it
+    while True:
+        function, args = end.recv()
+        result, failure = None, ""
+        try:
+            result = function(*args)
+        except Exception:
+            failure = traceback.format_exc()
+        end.send((result, failure))
+        gc.collect()
+        if kind == "cuda":
+            torch.cuda.empty_cache()
+
+
+def in_shares(cases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Results of cases, on every rank, of which each makes a share alone: so they compile other kernels at the same
+    time, which all find on the disk later. Collective; the cases are not."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, {name: cases[name]() for name in list(cases)[rank::size]})
+    found = {name: result for share in every for name, result in share.items()}
+    return {name: found[name] for name in cases}

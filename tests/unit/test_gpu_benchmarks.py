@@ -468,6 +468,33 @@ def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):
         children.in_turns(sides(), ["a"], 2)
 
 
+def test_an_interrupted_work_keeps_the_rounds_that_ended(module, tmp_path):
+    children = module("children")
+    path = f"import os, signal, sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); from children import *;"
+    path += f"when_prepared(Path({str(tmp_path)!r}));"
+    steady = f"{path} answer(lambda line: line)"
+    known = []
+
+    def in_turns(ending: str, ahead: bool) -> None:
+        ends = f"{path} answer(lambda line: os.kill(os.getppid(), signal.SIGTERM) if line == {ending!r} else line)"
+        sides = [children.Child(*each) for each in (("steady", [sys.executable, "-c", steady]),
+                                                    ("ends", [sys.executable, "-c", ends]))]  # fmt: skip
+        children.prepare(sides, tmp_path, lambda: None)
+        children.in_turns(sides, ["a", "b"], 3, lambda *of: known.append(of), ahead=ahead)
+
+    def rounds(work: str, *which: int) -> tuple[str, dict[str, list[str]]]:
+        return work, {name: [f"{work} {index}" for index in which] for name in ("steady", "ends")}
+
+    for ending, made in (("b 3", [rounds("a", 1, 2, 3), rounds("b", 1, 2)]), ("b 2", [rounds("a", 1, 2, 3)])):
+        for ahead in (False, True):
+            with pytest.raises(KeyboardInterrupt):
+                in_turns(ending, ahead)
+            assert known == made
+            known.clear()
+    in_turns("", True)
+    assert known == [rounds("a", 1, 2, 3), rounds("b", 1, 2, 3)]
+
+
 def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypatch):
     engine, tried = module("gpu_engine"), []
     assert engine.setups_of("8B", "") == ["", engine.CAREFUL]

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
+ROOM = 2 << 30  # bytes that each tensor-parallel rank has free before they record one: none may fail in the middle
 PREPARED = 256, 64  # rows of the steps that `prepare` records: that draw, and that leave that to the host
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
@@ -108,13 +109,15 @@ class EngineGraphs:
         self._hidden: Tensor | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         # An indexer reads lengths on the host, and so may implementations of others. Many rows of packed weights are
-        # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Where
-        # ranks compute a step together it has not been tried.
+        # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Ranks
+        # that share experts would send all tokens everywhere; in a pipeline it has not been tried.
         profile, layout = model.ops.profile, model.context.layout
         self._alone = layout.layers_alone and layout.pp == 1
+        self._tp = model.context.tp
+        plain = self._alone or (model.config.mixture is None and layout.pp == layout.cp == 1)
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
         self._packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
-        self._records_prompts = own and self._alone and not self._packed and model.indexed_layers() == 0
+        self._records_prompts = own and plain and not self._packed and model.indexed_layers() == 0
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -295,9 +298,14 @@ class EngineGraphs:
             with_late(inputs[: form.tokens], (at[late[0]], late[1]))
 
     def _record_prompts(self, form: _Form) -> bool:
-        """False, and never again, if the model does something that cannot be recorded; the log then says what."""
+        """False if there is no memory for it now, or, and never again, if the model does something that cannot be
+        recorded; the log then says what. Tensor-parallel ranks, which take the same steps, all record it or none."""
+        device = self._model.device
+        if self._tp.size > 1 and min(self._tp.gather_objects(torch.cuda.mem_get_info(device)[0])) < ROOM:
+            self._seen[form] = 0
+            return False
         nothing = np.zeros(0, np.int64)
-        inputs = torch.empty(_PromptInputs.size(form), dtype=torch.int64, device=self._model.device)
+        inputs = torch.empty(_PromptInputs.size(form), dtype=torch.int64, device=device)
         self._stage(inputs, form, (0, 0, 0, 0), 0, nothing, nothing, nothing[:, None], nothing)
         tokens, starts, context, rows, pages = _PromptInputs.of(inputs, form)
 
@@ -308,22 +316,26 @@ class EngineGraphs:
             layout = AttentionLayout(starts, context, pages, self._page_size, False, decoding=form.decoding)
             return (made.copy_(self._forward(ids, positions, layout, self._rows(adapter, form.adapted))),)
 
+        failure = ""
         try:
             if self._hidden is None:  # of all graphs with prompts, which are many
-                self._hidden = torch.empty(
-                    MOST_TOKENS, self._model.config.hidden_size, dtype=self._model.dtype, device=self._model.device
-                )
+                width = self._model.config.hidden_size
+                self._hidden = torch.empty(MOST_TOKENS, width, dtype=self._model.dtype, device=device)
             made = self._hidden[: form.tokens]
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
+        except RuntimeError as error:
+            failure = str(error)
+        if not (failures := [each for each in self._tp.gather_objects(failure) if each]):
             for old in [each for each in self._recorded if each.tokens][:-KEPT]:
                 del self._recorded[old], self._seen[old]
-        except RuntimeError as error:
-            if "out of memory" in str(error):  # others may fit, and this one later
-                self._seen[form] = 0
-                return False
-            logger.warning("steps with prompts are launched one by one, since recording failed: %s", error)
-            self._records_prompts = False
-        return self._records_prompts
+            return True
+        self._recorded.pop(form, None)
+        if all("out of memory" in each for each in failures):  # others may fit, and this one later
+            self._seen[form] = 0
+            return False
+        logger.warning("steps with prompts are launched one by one, since recording failed: %s", failures[0])
+        self._records_prompts = False
+        return False
 
     def _record(self, form: _Form) -> _Recorded:
         rows, width, adapted, draws = form.rows, form.pages, form.adapted, form.draws

@@ -75,14 +75,17 @@ def test_a_closed_engine_has_no_graphs(engine: Engine) -> None:
     assert not engine._graphs._recorded
 
 
-@pytest.mark.parametrize(("degrees", "records"), [({"dp_shard": 2}, True), ({"tp": 2}, False), ({"pp": 2}, False)])
+@pytest.mark.parametrize(
+    ("degrees", "prepares", "records"),
+    [({"dp_shard": 2}, True, True), ({"tp": 2}, False, True), ({"pp": 2}, False, False), ({"cp": 2}, False, False)],
+)
 def test_ranks_that_share_no_step_record_as_one_does(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], records: bool
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], prepares: bool, records: bool
 ) -> None:
     engine.model.context = replace(engine.model.context, layout=Layout(**degrees))
     graphs = EngineGraphs(engine.model, engine._cache, engine.page_size, None)
     prepared: list[int] = []
     monkeypatch.setattr(graphs, "_prepare", prepared.append)
     graphs.prepare(2)
-    assert prepared == [2] * records
+    assert prepared == [2] * prepares
     assert graphs._records_prompts is records
