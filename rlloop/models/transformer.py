@@ -374,6 +374,8 @@ class Model(nn.Module):
                 step = replace(step, read=read)
             delta, stream = recompute.decoder_layer(layer, module, delta, stream, step)
             if images is not None:
+                if peers is not None:
+                    peers.settle()
                 delta, stream = images.added(layer, delta, stream)
         if peers is not None:
             peers.settle()
