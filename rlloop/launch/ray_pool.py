@@ -21,13 +21,20 @@ import numpy as np
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError, SyncError
-from rlloop.loop.partial import Partial
+from rlloop.launch.prepare import Prepared
+from rlloop.launch.workers import vocabulary_of
+from rlloop.loop.partial import measured, schedule_of
+from rlloop.loop.parts import Parts
+from rlloop.models.config import read_config
+from rlloop.protocols import Engine, WeightSync
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.errors import EngineLost
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.rollout.fleet.wire import EngineState, Progress
+from rlloop.runs.folder import RunFolder
+from rlloop.trainer import CheckpointStore
 from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -306,11 +313,6 @@ class RemoteHistory:
         self._handle.call("restore_history", folder)()
 
 
-def partial_schedule(config: RunConfig, handle: Handle) -> Partial | None:
-    """The schedule of `rollout.partial` over the co-located worker; None where that is off."""
-    return Partial(config, RemoteHistory(handle)) if config.rollout.partial.prompts else None
-
-
 class RemoteTrainer:
     """The Trainer of the loop, behind the co-located worker's handle."""
 
@@ -348,3 +350,31 @@ class RemoteTrainer:
 
     def fingerprint(self) -> dict[str, Any]:
         return self._handle.call("trainer_fingerprint")()
+
+
+def remote_parts(
+    config: RunConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    trainer: Handle,
+    engine: Engine,
+    sync: WeightSync,
+    metrics: Callable[[], Mapping[str, float]] = dict,
+) -> Parts:
+    """Parts of a run whose trainer is a `Colocated` worker behind a handle. `metrics`: of engines, since the last
+    step."""
+    schedule = schedule_of(config, RemoteHistory(trainer))
+    return Parts(
+        task=prepared.task,
+        engine=engine,
+        trainer=RemoteTrainer(trainer),
+        sync=sync,
+        scorer=prepared.scorer,
+        advantages=prepared.advantages,
+        loss=prepared.loss,
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        vocabulary=vocabulary_of(read_config(prepared.task.model_folder())),
+        doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
+        schedule=schedule,
+        measured=partial(measured, metrics, schedule),
+    )

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlloop.config.fleet import FleetKind
 from rlloop.config.instantiate import bind, lacking
 from rlloop.config.model import LoraSection
 from rlloop.config.numerics import ProfileConfig
@@ -178,9 +177,8 @@ def make_trainer(model: Model, config: RunConfig, path: str | Path) -> Trainer:
 
 def make_history(model: Model, trainer: Trainer, config: RunConfig) -> WeightHistory | None:
     """The last versions of the trainer's weights; None where all samples are of the newest."""
-    partial, fleet = config.rollout.partial, config.fleet
-    lag = fleet.max_version_lag if fleet.kind is FleetKind.regions else 0
-    lag = partial.max_version_lag if partial.prompts else lag
+    partial = config.rollout.partial
+    lag = partial.max_version_lag if partial.prompts else config.fleet.max_version_lag
     if lag == 0:
         return None
     return WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)

@@ -35,6 +35,7 @@ LAYOUTS = {  # of trainer and engines
     "tp": ["trainer.layout.tp=2", "rollout.layout.tp=2"],
     "ep": ["trainer.layout.dp_shard=2", "trainer.layout.ep=2", "rollout.layout.tp=2"],
     "pp": ["trainer.layout.pp=2", "rollout.layout.pp=2"],
+    "fp8": ["trainer.layout.dp_shard=2", "rollout.layout.dp_shard=2", "model.quantize=fp8"],
 }
 
 
@@ -91,11 +92,11 @@ def test_a_replica_in_the_engines_layout_takes_what_all_ranks_encode(tmp_path, l
     make_model(tmp_path, **(MIXTURE if layout == "ep" else {}))
     bundles, *others = on_ranks(SIZE, tmp_path, published, layout)
     assert others == [[None] * 3], "rank 0 has the bundles"
-    model = load_model(tmp_path / "model")
+    quantize = "fp8" if layout == "fp8" else "none"
+    model = load_model(tmp_path / "model", quantize=quantize)
     wrong = BundlePublisher("node").publish(tensors_of(named_weights(model).items())[0], 2, {})  # by another key
     size = config(layout).world.engine.world_size
     first, *rest = on_ranks(size, tmp_path, applied, layout, bundles, wrong)
-    model = load_model(tmp_path / "model")
     double(model)
     expected = Engine(model).generate(PROMPTS, SAMPLING)
     assert first == [[(each.token_ids, each.logprobs.tobytes()) for each in expected]] * 2
