@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from rlloop.config.run import RunConfig
-from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import (
+from rlloop.launch.make import (
     doctor_for,
     load,
     make_critic,
@@ -18,6 +17,7 @@ from rlloop.launch.workers import (
     sleepers,
     vocabulary_of,
 )
+from rlloop.launch.prepare import Prepared
 from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
 from rlloop.numerics.profile import Drift

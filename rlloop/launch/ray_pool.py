@@ -21,8 +21,8 @@ import numpy as np
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError, SyncError
+from rlloop.launch.make import vocabulary_of
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import vocabulary_of
 from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config

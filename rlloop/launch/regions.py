@@ -22,10 +22,10 @@ import torch
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
+from rlloop.launch.make import load, make_history, make_trainer, vocabulary_of
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.ray_pool import RemoteEngine, remote_parts
 from rlloop.launch.torchrun import LeadingHandle
-from rlloop.launch.workers import load, make_history, make_trainer, vocabulary_of
 from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
 from rlloop.models import Model

@@ -22,7 +22,7 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
