@@ -54,7 +54,7 @@ class Handle(Protocol):
     name: str
 
     def call(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Start the call; the result waits for it, and raises `EngineDied` if the process is gone."""
+        """Start the call (`Rank.call`); the result waits for it, and raises `EngineDied` if the process is gone."""
         ...
 
     def revive(self) -> None:
@@ -74,7 +74,7 @@ class Bundles:
         self.newest = version, self._start("publish", version)
 
     def joining(self) -> Any:
-        return self._start("joining")
+        return self._start("publications.joining")
 
 
 class ActorClient:
@@ -301,16 +301,16 @@ class RemoteHistory:
         self._handle = handle
 
     def remember(self, version: int) -> None:
-        self._handle.call("remember", version)()
+        self._handle.call("history.remember", version)()
 
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
-        return self._handle.call("recompute_past", samples)()
+        return self._handle.call("history.recompute", samples)()
 
     def save(self, folder: Path) -> None:
-        self._handle.call("save_history", folder)()
+        self._handle.call("history.save", folder)()
 
     def restore(self, folder: Path) -> None:
-        self._handle.call("restore_history", folder)()
+        self._handle.call("history.restore", folder)()
 
 
 class RemoteTrainer:
@@ -325,28 +325,28 @@ class RemoteTrainer:
         return self._handle.call("forward_backward", batch, loss, old_logprobs)()
 
     def optim_step(self) -> Mapping[str, float]:
-        return self._handle.call("optim_step")()
+        return self._handle.call("trainer.optim_step")()
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        return self._handle.call("recompute", batch)()
+        return self._handle.call("trainer.recompute", batch)()
 
     def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
-        return self._handle.call("prompt_logprobs", prompt)()
+        return self._handle.call("trainer.prompt_logprobs", prompt)()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
-        return self._handle.call("reference_kl", batch, kind)()
+        return self._handle.call("trainer.reference_kl", batch, kind)()
 
     def routing(self) -> Mapping[str, float]:
-        return self._handle.call("routing")()
+        return self._handle.call("trainer.routing")()
 
     def replay_experts(self, on: bool) -> None:
-        self._handle.call("replay_experts", on)()
+        self._handle.call("trainer.replay_experts", on)()
 
     def save(self, folder: Path) -> None:
-        self._handle.call("save", folder)()
+        self._handle.call("trainer.save", folder)()
 
     def restore(self, folder: Path) -> None:
-        self._handle.call("restore", folder)()
+        self._handle.call("trainer.restore", folder)()
 
     def fingerprint(self) -> dict[str, Any]:
         return self._handle.call("trainer_fingerprint")()

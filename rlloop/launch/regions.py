@@ -94,7 +94,7 @@ def ranked_region_parts(
         vocabulary = read_config(prepared.task.model_folder()).vocab_size
         with fleet_of(config, folder, publisher, vocabulary, fingerprint) as (engine, thread):
             reference = Reference(RemoteEngine(ranks), hardware_class(fingerprint), prompts, sampling)
-            begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("anchor")()
+            begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("publications.anchor")()
             sync = RegionSync(begin, anchor, publisher, engine, reference, thread)
             yield remote_parts(config, prepared, folder, ranks, engine, sync, engine.pool.take_metrics)
 
@@ -238,7 +238,7 @@ def in_turn_with_training(ranks: LeadingHandle) -> Begin:
     """All ranks encode, each its share, before they go on training."""
 
     def begin(version: int) -> Callable[[], Mapping[str, Any]]:
-        metrics = ranks.call("publish_to_store", version)()
+        metrics = ranks.call("publications.to_store", version)()
         return lambda: metrics
 
     return begin

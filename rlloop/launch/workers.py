@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,8 @@ from rlloop.sync.bundle import Bundle, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.target import TORN
-from rlloop.trainer.history import WeightHistory
 from rlloop.trainer.update_result import UpdateResult
-from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
+from rlloop.types import Completion, ModelInput, Sample, SamplingParams
 
 ALONE = Place()
 
@@ -61,10 +60,10 @@ class Rank:
         self.world = self.context.ranks("world")
 
     def call(self, method: str, *args: Any) -> Any:
-        """A method's result on rank 0, None on others."""
+        """A method's result on rank 0, None on others. `method` may be a part's, such as trainer.recompute."""
         rest()
         with doing("computes"):
-            result = getattr(self, method)(*args)
+            result = attrgetter(method)(self)(*args)
         return result if self.world.rank == 0 else None
 
     def close(self) -> None:
@@ -155,7 +154,7 @@ class Colocated(Replica):
     def __init__(
         self, config: RunConfig, path: str, threads: int, place: Place = ALONE, publisher: Publisher | None = None
     ) -> None:
-        """`publisher`: of the first rank, for `publish_to_store`."""
+        """`publisher`: of the first rank, for `publications.to_store`."""
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
         # Sharded parameters are whole only while the trainer computes with them.
         lora = config.model.lora.rank > 0
@@ -163,8 +162,8 @@ class Colocated(Replica):
         self._open(config, path, apart=self._apart, beside=True)
         self.trainer = make_trainer(self.model, config, path)
         self.trainer.neighbours = sleepers(self.engine)
-        self._history = make_history(self.model, self.trainer, config)
-        self._publications = Publications(
+        self.history = make_history(self.model, self.trainer, config)
+        self.publications = Publications(
             self.sampled if self._apart else self.model,
             self.world,
             publisher,
@@ -183,73 +182,18 @@ class Colocated(Replica):
         """The bundle that brings a replica of the previous version to the trainer's weights, now `version`; rank 0 has
         it. Each rank encodes its share."""
         self.set_version(version)
-        bundle = self._publications.bundle(version)
+        bundle = self.publications.bundle(version)
         self._published = {} if bundle is None else bundle.metrics
         return bundle
-
-    def publish_to_store(self, version: int) -> dict[str, float] | None:
-        """Publish the weights, which the engine has as `version`, to the store. Returns sync/* metrics on rank 0."""
-        return self._publications.to_store(version)
-
-    def anchor(self) -> None:
-        """Store the last published version whole."""
-        self._publications.anchor()
 
     def published(self) -> dict[str, float]:
         """sync/* metrics of the last publication."""
         return self._published
 
-    def joining(self) -> Bundle | None:
-        """The bundle that brings any replica, of whatever version, to the last published one; rank 0 has it."""
-        return self._publications.joining()
-
     def forward_backward(
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None
     ) -> UpdateResult:
         return self.trainer.forward_backward(batch, loss, old_logprobs=old_logprobs)
-
-    def optim_step(self) -> dict[str, float]:
-        return self.trainer.optim_step()
-
-    def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        return self.trainer.recompute(batch)
-
-    def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
-        return self.trainer.prompt_logprobs(prompt)
-
-    def remember(self, version: int) -> None:
-        """Keep the trainer's weights, now `version`, under `rollout.partial`."""
-        self.history.remember(version)
-
-    def recompute_past(self, batch: Sequence[Sample]) -> Recomputed:
-        """`recompute` of each token under the weights that sampled it."""
-        return self.history.recompute(batch)
-
-    def save_history(self, folder: Path) -> None:
-        self.history.save(folder)
-
-    def restore_history(self, folder: Path) -> None:
-        self.history.restore(folder)
-
-    @property
-    def history(self) -> WeightHistory:
-        assert self._history is not None, "rollout.partial keeps past versions"
-        return self._history
-
-    def reference_kl(self, batch: Sequence[Sample], kind: str) -> list[float]:
-        return self.trainer.reference_kl(batch, kind)
-
-    def routing(self) -> dict[str, float]:
-        return self.trainer.routing()
-
-    def replay_experts(self, on: bool) -> None:
-        self.trainer.replay_experts(on)
-
-    def save(self, folder: Path) -> None:
-        self.trainer.save(folder)
-
-    def restore(self, folder: Path) -> None:
-        self.trainer.restore(folder)
 
     def trainer_fingerprint(self) -> dict[str, Any]:
         return self.compared(self.trainer.fingerprint())

@@ -1,4 +1,4 @@
-"""Scores of prompts, as engines answer them: logprobs of the tokens that there are, and the likeliest in their place."""
+"""Scores of prompts, as engines answer them: logprobs of their tokens, and the likeliest tokens in their place."""
 
 from __future__ import annotations
 

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlloop.errors import ConfigError
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.parallel.collectives import Ranks
 from rlloop.rollout.engine.adapters import EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
+from rlloop.rollout.engine.feature_cache import FeatureCache
+from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.graph_sizes import decoding
 from rlloop.rollout.engine.graphs import EngineGraphs
-from rlloop.rollout.engine.kv_cache import slots_of_copies
+from rlloop.rollout.engine.kv_cache import PagedCache, slots_of_copies
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.scheduler import ScheduledStep
-from rlloop.rollout.engine.sleeping import Sleeping
 from rlloop.rollout.engine.step_tokens import LateTokens, StepTokens, with_late
 
 LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
@@ -36,10 +38,14 @@ class Flight:
     wait: Callable[[], Drawn]
 
 
-class Steps(Drawing, Sleeping):
-    """Mixin of the engine: computes the steps that are scheduled."""
+class Steps(Drawing, EngineFrontEnd):
+    """Mixin of the engine: computes the steps that are scheduled, and gives the cache's memory back between them."""
 
     page_size: int
+    sleeps: bool  # made with `sleep=True`
+    _asleep = False
+    _cache: PagedCache
+    _images: FeatureCache
     _adapters: EngineAdapters
     _choices: ChoiceStore | None
     _graphs: EngineGraphs | None
@@ -171,3 +177,26 @@ class Steps(Drawing, Sleeping):
         pages = -(-int((batch.context + batch.counts).max()) // self.page_size)
         warped = not self._draws_plainly(warp) or bool(table.top[batch.rows].any())
         return (1, 0, *self._graphs.shape(len(batch.rows), pages), int(warped))
+
+    def sleep(self) -> None:
+        """Give back the memory of keys, values and states, and forget what they hold. The weights stay, and CUDA graphs
+        with the addresses that they hold.
+
+        Raises `ConfigError` while requests are in flight, and for an engine that was not made with `sleep=True`.
+        """
+        if self._asleep:
+            return
+        if not self.sleeps or self._cache.memory is None:
+            raise ConfigError("an engine that is to sleep has to be made with sleep=True")
+        if self.in_flight:
+            raise ConfigError(f"sleep came while {self.in_flight} requests are in flight; call abort_all() first")
+        self._scheduler.forget(self.policy_version)
+        self._images.forget()
+        self._cache.memory.release()
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """Take the memory again. Raises `ConfigError` where others have taken it."""
+        if self._asleep and self._cache.memory is not None:
+            self._cache.memory.restore()
+            self._asleep = False

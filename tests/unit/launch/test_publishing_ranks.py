@@ -56,7 +56,7 @@ def published(place: Path, rank: Place, layout: str) -> list[Bundle | None]:
     try:
         first = worker.call("publish", 0)
         double(worker.model)
-        bundles = [first, worker.call("publish", 1), worker.call("joining")]
+        bundles = [first, worker.call("publish", 1), worker.call("publications.joining")]
         assert worker.engine.policy_version == 1
         assert bool(worker.published()) == (rank.rank == 0)
         return bundles
