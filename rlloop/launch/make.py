@@ -95,7 +95,7 @@ def make_engine(
     model: Model, profile: ProfileConfig, rollout: RolloutConfig, drift: Drift | None = None, *, beside: bool = False
 ) -> InProcessEngine:
     """The engine that `rollout` names, over `model`'s own parameters, under `profile` and with the declared `drift`.
-    `beside`: a trainer on the same device, which takes turns with it."""
+    `beside`: a trainer on the same device takes turns with it, so that it may sleep (`rollout.sleep`)."""
     sampled = model.with_profile(NumericsProfile(**vars(profile), drift=drift), drifted_ops)
     settings = {name: getattr(rollout, name) for name in ENGINE_SETTINGS}
     if isinstance(rollout.engine, Mapping):

@@ -307,7 +307,8 @@ class Trainer:
     def _flatten(
         self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None, *, share: bool | None = None
     ) -> StepBatch:
-        """Every batch's first step, for which engines make room. `share`: None for what the configuration says."""
+        """Pack a batch into micro-batches, before which engines beside the trainer give their caches back. `share`:
+        prompts of a group; None: as the configuration says."""
         for engine in self.neighbours:
             engine.sleep()
         share = (self.config.share_prompts if share is None else share) and not self.moe.replay
