@@ -23,7 +23,7 @@ from results_schema import Figure, report, table
 from rlloop.algorithms import get_loss
 from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import Model, new_model
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout

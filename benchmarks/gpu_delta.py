@@ -110,7 +110,7 @@ def stepped(layers: int, rounds: int, sequences: int, device: str) -> list[Figur
 
     from rlloop.algorithms import get_loss
     from rlloop.config.trainer import TrainerConfig
-    from rlloop.launch.regions import RegionSync
+    from rlloop.launch.regions import RegionSync, beside_the_trainer
     from rlloop.trainer import Trainer, TrainSequence
 
     small = device == "cpu"
@@ -147,7 +147,8 @@ def stepped(layers: int, rounds: int, sequences: int, device: str) -> list[Figur
         publisher = Publisher(FolderStore(folder), Ed25519PrivateKey.generate(), "run", anchor_every=1000)
         engine: Any = Live()
         reference: Any = NoCanary()
-        sync = RegionSync(model, publisher, engine, reference, True, thread)
+        begin = beside_the_trainer(model, publisher, on_device=True)
+        sync = RegionSync(begin, publisher.anchor, publisher, engine, reference, thread)
         version = 0
         sync.publish(version).result()
         for turn in range(rounds + 1):

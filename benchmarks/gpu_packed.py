@@ -40,7 +40,7 @@ from rlloop import SamplingParams
 from rlloop.algorithms import get_loss
 from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import Model
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.packed import INT4, PackedWeight

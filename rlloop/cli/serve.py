@@ -94,7 +94,7 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> None:
 
     import torch  # slow to import, so after the checks
 
-    from rlloop.launch.workers import with_lora
+    from rlloop.launch.make import with_lora
     from rlloop.models import load_model
     from rlloop.rollout import Engine, vllm
     from rlloop.rollout.engine.service import EngineService

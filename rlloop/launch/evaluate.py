@@ -13,9 +13,9 @@ import numpy as np
 
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
+from rlloop.launch.make import make_engine, vocabulary_of
 from rlloop.launch.prepare import prepare
 from rlloop.launch.stored import Stored
-from rlloop.launch.workers import make_engine, vocabulary_of
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import outcomes_of
 from rlloop.types import RewardResult

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from rlloop.config.run import RunConfig
-from rlloop.launch.prepare import Prepared
-from rlloop.launch.workers import (
+from rlloop.launch.make import (
     doctor_for,
     load,
     make_critic,
@@ -18,9 +17,9 @@ from rlloop.launch.workers import (
     sleepers,
     vocabulary_of,
 )
-from rlloop.loop.partial import Partial
+from rlloop.launch.prepare import Prepared
+from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import InStep
 from rlloop.numerics.profile import Drift
 from rlloop.rollout import Engine
 from rlloop.runs.folder import RunFolder
@@ -39,8 +38,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     if drift is not None and drift.both_sides:
         model = both_sides_view(model, drift)
     trainer = make_trainer(model, config, path)
-    history = make_history(model, trainer, config)
-    schedule = None if history is None else Partial(config, history)
+    schedule = schedule_of(config, make_history(model, trainer, config))
     sampled = config.rollout.profile.over(config.model.profile)
     differs = departs or sampled != config.model.profile
     with ExitStack() as stack:
@@ -73,7 +71,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=doctor_for(engine, model),
-            schedule=schedule or InStep(),
-            measured=dict if schedule is None else schedule.take_metrics,
+            schedule=schedule,
+            measured=partial(measured, dict, schedule),
             stateful=(sync,) if isinstance(sync, DriftedSync) else (),
         )

@@ -12,7 +12,7 @@ from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Anchor, ParityMode, RunConfig
 from rlloop.errors import ConfigError, ModelError
-from rlloop.launch.workers import engine_factory
+from rlloop.launch.make import engine_factory
 from rlloop.loop.parts import Advantages
 from rlloop.models.config import how_to_fetch
 from rlloop.models.weights import usable_device

@@ -42,30 +42,27 @@ class Publications:
     def to_store(self, version: int) -> dict[str, float] | None:
         """Publish the weights, now `version`, to the store. Returns sync/* metrics."""
         tensors, aliases, shares = self._weights()
-
-        def publish() -> dict[str, float]:
-            assert self._store is not None
-            return self._store.publish(tensors, version, aliases=aliases, shares=shares).metrics
-
-        return self._lead(tensors, publish)
+        return self._lead(
+            tensors, lambda: self._publisher.publish(tensors, version, aliases=aliases, shares=shares).metrics
+        )
 
     def anchor(self) -> None:
         """Store the store's newest version whole."""
+        self._lead({}, lambda: self._publisher.anchor())
 
-        def anchor() -> None:
-            assert self._store is not None
-            self._store.anchor()
-
-        self._lead({}, anchor)
+    @property
+    def _publisher(self) -> Publisher:
+        assert self._store is not None, "the first rank has it"
+        return self._store
 
     def _weights(self) -> tuple[Tensors, Mapping[str, str], Shares | None]:
         """A publisher's arguments: this rank's tensors, their aliases, and the ranks' shares."""
         if self._ranks.size == 1:
             return *published_weights(self._model, on_device=self._on_device), None
         if self._sharded is None:
-            options = {"on_device": self._on_device, "threads": self._threads}
-            self._sharded = ShardedWeights(self._model, self._ranks, **options)
+            self._sharded = ShardedWeights(self._model, self._ranks, on_device=self._on_device, threads=self._threads)
         return self._sharded.tensors(), {}, self._sharded.shares
 
     def _lead(self, tensors: Tensors, work: Callable[[], T]) -> T | None:
+        """`work`'s result on the first rank; the others encode their shares (`Shares.lead`), and get None."""
         return work() if self._sharded is None else self._sharded.lead(tensors, work)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,14 @@ from rlloop.errors import ConfigError
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.layouts import check_model
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import ActorPool, RemoteTrainer, partial_schedule, pool_settings
+from rlloop.launch.ray_pool import ActorPool, pool_settings, remote_parts
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
-from rlloop.launch.workers import Colocated, Replica, vocabulary_of
-from rlloop.loop.partial import measured
+from rlloop.launch.workers import Colocated, Replica
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import InStep
 from rlloop.models.config import read_config
 from rlloop.parallel.progress import Watch
 from rlloop.parallel.start import Place, PrefixStore, Store, host_store
 from rlloop.runs.folder import RunFolder
-from rlloop.trainer import CheckpointStore
 
 LOOPBACK = "127.0.0.1"
 
@@ -61,21 +57,7 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
         )
         stack.callback(pool.close)
-        schedule = partial_schedule(config, trainer)
-        yield Parts(
-            task=prepared.task,
-            engine=pool.engine,
-            trainer=RemoteTrainer(trainer),
-            sync=pool,
-            scorer=prepared.scorer,
-            advantages=prepared.advantages,
-            loss=prepared.loss,
-            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-            vocabulary=vocabulary_of(read_config(path)),
-            doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
-            schedule=schedule or InStep(),
-            measured=partial(measured, pool.engine.pool.take_metrics, schedule),
-        )
+        yield remote_parts(config, prepared, folder, trainer, pool.engine, pool, pool.engine.pool.take_metrics)
 
 
 @contextmanager

@@ -21,13 +21,20 @@ import numpy as np
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError, SyncError
-from rlloop.loop.partial import Partial
+from rlloop.launch.make import vocabulary_of
+from rlloop.launch.prepare import Prepared
+from rlloop.loop.partial import measured, schedule_of
+from rlloop.loop.parts import Parts
+from rlloop.models.config import read_config
+from rlloop.protocols import Engine, WeightSync
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.errors import EngineLost
 from rlloop.rollout.fleet.membership import Canary, PoolSettings, Record, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.rollout.fleet.wire import EngineState, Progress
+from rlloop.runs.folder import RunFolder
+from rlloop.trainer import CheckpointStore
 from rlloop.types import Completion, ModelInput, Recomputed, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,7 +54,7 @@ class Handle(Protocol):
     name: str
 
     def call(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Start the call; the result waits for it, and raises `EngineDied` if the process is gone."""
+        """Start the call (`Rank.call`); the result waits for it, and raises `EngineDied` if the process is gone."""
         ...
 
     def revive(self) -> None:
@@ -67,7 +74,7 @@ class Bundles:
         self.newest = version, self._start("publish", version)
 
     def joining(self) -> Any:
-        return self._start("joining")
+        return self._start("publications.joining")
 
 
 class ActorClient:
@@ -294,21 +301,16 @@ class RemoteHistory:
         self._handle = handle
 
     def remember(self, version: int) -> None:
-        self._handle.call("remember", version)()
+        self._handle.call("history.remember", version)()
 
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
-        return self._handle.call("recompute_past", samples)()
+        return self._handle.call("history.recompute", samples)()
 
     def save(self, folder: Path) -> None:
-        self._handle.call("save_history", folder)()
+        self._handle.call("history.save", folder)()
 
     def restore(self, folder: Path) -> None:
-        self._handle.call("restore_history", folder)()
-
-
-def partial_schedule(config: RunConfig, handle: Handle) -> Partial | None:
-    """The schedule of `rollout.partial` over the co-located worker; None where that is off."""
-    return Partial(config, RemoteHistory(handle)) if config.rollout.partial.prompts else None
+        self._handle.call("history.restore", folder)()
 
 
 class RemoteTrainer:
@@ -323,28 +325,56 @@ class RemoteTrainer:
         return self._handle.call("forward_backward", batch, loss, old_logprobs)()
 
     def optim_step(self) -> Mapping[str, float]:
-        return self._handle.call("optim_step")()
+        return self._handle.call("trainer.optim_step")()
 
     def recompute(self, batch: Sequence[Sample]) -> Recomputed:
-        return self._handle.call("recompute", batch)()
+        return self._handle.call("trainer.recompute", batch)()
 
     def prompt_logprobs(self, prompt: ModelInput) -> np.ndarray:
-        return self._handle.call("prompt_logprobs", prompt)()
+        return self._handle.call("trainer.prompt_logprobs", prompt)()
 
     def reference_kl(self, batch: Sequence[Sample], kind: str) -> Sequence[float]:
-        return self._handle.call("reference_kl", batch, kind)()
+        return self._handle.call("trainer.reference_kl", batch, kind)()
 
     def routing(self) -> Mapping[str, float]:
-        return self._handle.call("routing")()
+        return self._handle.call("trainer.routing")()
 
     def replay_experts(self, on: bool) -> None:
-        self._handle.call("replay_experts", on)()
+        self._handle.call("trainer.replay_experts", on)()
 
     def save(self, folder: Path) -> None:
-        self._handle.call("save", folder)()
+        self._handle.call("trainer.save", folder)()
 
     def restore(self, folder: Path) -> None:
-        self._handle.call("restore", folder)()
+        self._handle.call("trainer.restore", folder)()
 
     def fingerprint(self) -> dict[str, Any]:
         return self._handle.call("trainer_fingerprint")()
+
+
+def remote_parts(
+    config: RunConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    trainer: Handle,
+    engine: Engine,
+    sync: WeightSync,
+    metrics: Callable[[], Mapping[str, float]] = dict,
+) -> Parts:
+    """Parts of a run whose trainer is a `Colocated` worker behind a handle. `metrics`: of engines, since the last
+    step."""
+    schedule = schedule_of(config, RemoteHistory(trainer))
+    return Parts(
+        task=prepared.task,
+        engine=engine,
+        trainer=RemoteTrainer(trainer),
+        sync=sync,
+        scorer=prepared.scorer,
+        advantages=prepared.advantages,
+        loss=prepared.loss,
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        vocabulary=vocabulary_of(read_config(prepared.task.model_folder())),
+        doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
+        schedule=schedule,
+        measured=partial(measured, metrics, schedule),
+    )

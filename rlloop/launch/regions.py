@@ -8,7 +8,6 @@ loop -> pool    ---------- prompts, completions ------> engines
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -23,13 +22,12 @@ import torch
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
+from rlloop.launch.make import load, make_history, make_trainer, vocabulary_of
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import RemoteHistory
-from rlloop.launch.torchrun import LeadingHandle, ranked_parts
-from rlloop.launch.workers import load, make_history, make_trainer, vocabulary_of
-from rlloop.loop.partial import Partial, measured
+from rlloop.launch.ray_pool import RemoteEngine, remote_parts
+from rlloop.launch.torchrun import LeadingHandle
+from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import History, InStep, Pipelined, Schedule
 from rlloop.models import Model
 from rlloop.models.config import read_config
 from rlloop.numerics.profile import NumericsProfile
@@ -39,16 +37,13 @@ from rlloop.rollout.fleet.membership import Canary, PoolSettings, hardware_class
 from rlloop.rollout.fleet.pool import EnginePool, http_pool
 from rlloop.rollout.fleet.pool_engine import PoolEngine
 from rlloop.runs.folder import RunFolder, write_whole
-from rlloop.sync.bits import Tensors
 from rlloop.sync.live import published_weights
 from rlloop.sync.manifest import load_or_make_key
-from rlloop.sync.publisher import Published, Publisher
+from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import open_store
 from rlloop.trainer import CheckpointStore
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
-
-log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -57,21 +52,17 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     path = prepared.task.model_folder()
     model = load(config, path)
     trainer = make_trainer(model, config, path)
-    schedule = _schedule(config, make_history(model, trainer, config))
-    publisher, prompts = open_publisher(config, folder), canary_requests(config, prepared.task)
+    schedule = schedule_of(config, make_history(model, trainer, config))
+    publisher, (prompts, sampling) = open_publisher(config, folder), canary_requests(config, prepared.task)
     with fleet_of(config, folder, publisher, model.config.vocab_size, model.fingerprint()) as (engine, thread):
+        own = Engine(model.with_profile(model.profile), max_cache_tokens=_tokens(prompts, sampling, page=16))
+        reference = Reference(own, hardware_class(model.fingerprint()), prompts, sampling)
+        begin = beside_the_trainer(model, publisher, config.trainer.encode_on_device)
         yield Parts(
             task=prepared.task,
             engine=engine,
             trainer=trainer,
-            sync=RegionSync(
-                model,
-                publisher,
-                engine,
-                Reference(model, *prompts),
-                config.trainer.encode_on_device,
-                thread,
-            ),
+            sync=RegionSync(begin, publisher.anchor, publisher, engine, reference, thread),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
@@ -79,7 +70,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
             schedule=schedule,
-            measured=_measured(engine, schedule),
+            measured=partial(measured, engine.pool.take_metrics, schedule),
         )
 
 
@@ -96,24 +87,16 @@ def ranked_region_parts(
     Their own engines, in `rollout.layout`, make canaries alone.
     """
     publisher, (prompts, sampling) = open_publisher(config, folder), canary_requests(config, prepared.task)
-    tokens = max(config.rollout.max_tokens, _tokens(prompts, sampling))
+    tokens = max(config.rollout.max_tokens, _tokens(prompts, sampling, config.rollout.page_size))
     small = replace(config, rollout=replace(config.rollout, max_cache_tokens=tokens))
     with start(small, prepared, publisher) as ranks:
         fingerprint = ranks.call("trainer_fingerprint")()
-        schedule = _schedule(config, RemoteHistory(ranks))
         vocabulary = read_config(prepared.task.model_folder()).vocab_size
         with fleet_of(config, folder, publisher, vocabulary, fingerprint) as (engine, thread):
-            reference = RankedReference(ranks, prompts, sampling, hardware_class(fingerprint))
-            yield ranked_parts(
-                config,
-                prepared,
-                folder,
-                ranks,
-                engine=engine,
-                sync=RankedRegionSync(ranks, publisher, engine, reference, thread),
-                schedule=schedule,
-                measured=_measured(engine, schedule),
-            )
+            reference = Reference(RemoteEngine(ranks), hardware_class(fingerprint), prompts, sampling)
+            begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("publications.anchor")()
+            sync = RegionSync(begin, anchor, publisher, engine, reference, thread)
+            yield remote_parts(config, prepared, folder, ranks, engine, sync, engine.pool.take_metrics)
 
 
 def open_publisher(config: RunConfig, folder: RunFolder) -> Publisher:
@@ -155,20 +138,6 @@ def fleet_of(
         yield PoolEngine(pool, fingerprint), thread
 
 
-def _schedule(config: RunConfig, history: History | None) -> Schedule:
-    if config.rollout.partial.prompts:
-        assert history is not None
-        return Partial(config, history)
-    if config.fleet.max_version_lag:
-        assert history is not None
-        return Pipelined(config.fleet.max_version_lag, history, config.trainer.num_steps)
-    return InStep()
-
-
-def _measured(engine: PoolEngine, schedule: Schedule) -> Callable[[], Mapping[str, float]]:
-    return partial(measured, engine.pool.take_metrics, schedule if isinstance(schedule, Partial) else None)
-
-
 def open_pool(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object], **options: Any) -> EnginePool:
     """The pool that `fleet` describes, with the engines that it names. `options`: see `http_pool`."""
     settings = PoolSettings(
@@ -187,107 +156,92 @@ def open_pool(fleet: FleetConfig, record: Callable[[Mapping[str, Any]], object],
     return pool
 
 
+@dataclass
 class Reference:
     """Makes the canary's expected completions, by an engine on the trainer's weights and hardware class."""
 
-    def __init__(self, model: Model, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
-        self._prompts, self._sampling = prompts, sampling
-        self._engine = Engine(model.with_profile(model.profile), max_cache_tokens=_tokens(prompts, sampling))
-        self._hardware = hardware_class(model.fingerprint())
-
-    def canary(self, version: int) -> Canary | None:
-        if not self._prompts:
-            return None
-        self._engine.set_version(version)
-        completions = self._engine.generate(self._prompts, self._sampling)
-        return Canary(self._prompts, self._sampling, self._hardware, completions)
-
-
-def _tokens(prompts: list[list[int]], sampling: list[SamplingParams]) -> int:
-    """Of a cache that holds the canary."""
-    return max(256, sum(len(prompt) + each.max_tokens + 16 for prompt, each in zip(prompts, sampling, strict=True)))
-
-
-@dataclass
-class RankedReference:
-    """`Reference` where the trainer has several ranks: by their own engines."""
-
-    ranks: LeadingHandle
+    engine: Engine | RemoteEngine
+    hardware: str
     prompts: list[list[int]]
     sampling: list[SamplingParams]
-    hardware: str
 
     def canary(self, version: int) -> Canary | None:
-        self.ranks.call("set_version", version)()
+        self.engine.set_version(version)
         if not self.prompts:
             return None
-        completions = self.ranks.call("generate", version, self.prompts, self.sampling)()
+        completions = self.engine.generate(self.prompts, self.sampling)
         return Canary(self.prompts, self.sampling, self.hardware, completions)
+
+
+def _tokens(prompts: list[list[int]], sampling: list[SamplingParams], page: int) -> int:
+    """Of a cache that holds the canary, in pages of `page` tokens."""
+    sizes = (len(prompt) + each.max_tokens + page for prompt, each in zip(prompts, sampling, strict=True))
+    return max(256, page, sum(sizes))
+
+
+Begin = Callable[[int], Callable[[], Mapping[str, Any]]]
 
 
 @dataclass
 class RegionSync:
     """Publishes each version and waits until engines serve it, in a thread of its own: a schedule may go on meanwhile.
 
-    On a GPU it works beside the trainer, on a stream of its own.
+    `begin(version)` does what the trainer's thread must do of a publication; its result, called in the other thread,
+    does the rest and returns sync/* metrics. `anchor` stores the newest version whole.
     """
 
-    model: Model
+    begin: Begin
+    anchor: Callable[[], object]
     publisher: Publisher
     engine: PoolEngine
     reference: Reference
-    encode_on_device: bool
     thread: Executor  # a single one
-    _anchoring: Future[Published] | None = None
-
-    def __post_init__(self) -> None:
-        device = self.model.context.device
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+    _anchoring: Future[object] | None = None
 
     def publish(self, version: int) -> Future[Mapping[str, Any]]:
         canary = self.reference.canary(version)  # by an engine on the trainer's weights, so in the trainer's thread
-        tensors, aliases = published_weights(self.model, on_device=self.encode_on_device)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.model.context.device))
-        return self.thread.submit(self._publish, tensors, aliases, version, canary)
+        return self.thread.submit(self._publish, self.begin(version), version, canary)
 
-    def _publish(
-        self, tensors: Tensors, aliases: Mapping[str, str], version: int, canary: Canary | None
-    ) -> dict[str, float]:
+    def _publish(self, rest: Callable[[], Mapping[str, Any]], version: int, canary: Canary | None) -> dict[str, Any]:
         if self._anchoring is not None:
             self._anchoring.result()  # has ended, perhaps by an error
-        with torch.cuda.stream(self._stream):
-            published = self.publisher.publish(tensors, version, aliases=aliases)
-            if self._stream is not None:
-                self._stream.synchronize()
+        metrics = rest()
         due = self.publisher.anchor_due()  # a whole version takes long, so engines sample meanwhile
-        self._anchoring = self.thread.submit(self.publisher.anchor) if due else None
-        return {**published.metrics, **self.engine.serve_version(version, canary)}
-
-
-@dataclass
-class RankedRegionSync:
-    """`RegionSync` where the trainer has several ranks. They encode in turn with training, each its share; a thread
-    waits until engines serve the version."""
-
-    ranks: LeadingHandle
-    publisher: Publisher  # that the first rank has
-    engine: PoolEngine
-    reference: RankedReference
-    thread: Executor  # a single one
-    _anchoring: Future[None] | None = None
-
-    def publish(self, version: int) -> Future[Mapping[str, Any]]:
-        canary = self.reference.canary(version)
-        metrics = self.ranks.call("publish_to_store", version)()
-        return self.thread.submit(self._serve, version, canary, metrics)
-
-    def _serve(self, version: int, canary: Canary | None, metrics: dict[str, float]) -> dict[str, float]:
-        if self._anchoring is not None:
-            self._anchoring.result()  # has ended, perhaps by an error
-        due = self.publisher.anchor_due()  # ranks store it while engines sample
-        self._anchoring = self.thread.submit(lambda: self.ranks.call("anchor")()) if due else None
+        self._anchoring = self.thread.submit(self.anchor) if due else None
         return {**metrics, **self.engine.serve_version(version, canary)}
+
+
+def beside_the_trainer(model: Model, publisher: Publisher, on_device: bool) -> Begin:
+    """Encodes in the other thread; weights on a GPU there (`on_device`, see `published_weights`), on a stream of its
+    own."""
+    device = model.context.device
+    stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def begin(version: int) -> Callable[[], Mapping[str, Any]]:
+        tensors, aliases = published_weights(model, on_device=on_device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def publish() -> Mapping[str, Any]:
+            with torch.cuda.stream(stream):
+                published = publisher.publish(tensors, version, aliases=aliases)
+                if stream is not None:
+                    stream.synchronize()
+            return published.metrics
+
+        return publish
+
+    return begin
+
+
+def in_turn_with_training(ranks: LeadingHandle) -> Begin:
+    """All ranks encode, each its share, before they go on training."""
+
+    def begin(version: int) -> Callable[[], Mapping[str, Any]]:
+        metrics = ranks.call("publications.to_store", version)()
+        return lambda: metrics
+
+    return begin
 
 
 def run_id_of(path: Path) -> str:

@@ -37,18 +37,15 @@ from rlloop.errors import RlloopError
 from rlloop.launch.layouts import Machine, check_model
 from rlloop.launch.prepare import Prepared, loss_of
 from rlloop.launch.ranks import GRACE, error_of
-from rlloop.launch.ray_pool import EngineDied, RemoteEngine, RemoteTrainer, partial_schedule
-from rlloop.launch.workers import Colocated, vocabulary_of
-from rlloop.loop.partial import measured
+from rlloop.launch.ray_pool import EngineDied, RemoteEngine, remote_parts
+from rlloop.launch.workers import Colocated
 from rlloop.loop.parts import Parts
-from rlloop.loop.schedule import InStep
 from rlloop.models.config import read_config
 from rlloop.parallel.progress import SILENT, Watch
 from rlloop.parallel.start import NEVER, Place, Store, host_store, meet
 from rlloop.runs.folder import RunFolder
 from rlloop.sync.colocated import ColocatedSync
 from rlloop.sync.publisher import Publisher
-from rlloop.trainer import CheckpointStore
 
 END = "end"  # a call that ends the ranks
 STARTING = timedelta(seconds=60)  # that a rank may take to begin
@@ -117,17 +114,8 @@ class Leader:
     def parts(self, config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
         """Trainer and engines over all ranks."""
         with self.ranks(config, prepared) as ranks:
-            engine, schedule = RemoteEngine(ranks), partial_schedule(config, ranks)
-            yield ranked_parts(
-                config,
-                prepared,
-                folder,
-                ranks,
-                engine=engine,
-                sync=ColocatedSync(engine),
-                schedule=schedule or InStep(),
-                measured=partial(measured, dict, schedule),
-            )
+            engine = RemoteEngine(ranks)
+            yield remote_parts(config, prepared, folder, ranks, engine, ColocatedSync(engine))
 
     @contextmanager
     def ranks(
@@ -147,23 +135,6 @@ class Leader:
             yield ranks
         finally:
             ranks.close()
-
-
-def ranked_parts(
-    config: RunConfig, prepared: Prepared, folder: RunFolder, ranks: LeadingHandle, **others: Any
-) -> Parts:
-    """Parts of a run whose trainer is `ranks`. `others`: engine, sync, schedule and what else they bring."""
-    return Parts(
-        task=prepared.task,
-        trainer=RemoteTrainer(ranks),
-        scorer=prepared.scorer,
-        advantages=prepared.advantages,
-        loss=prepared.loss,
-        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-        vocabulary=vocabulary_of(read_config(prepared.task.model_folder())),
-        doctor=lambda sample, difference: ranks.call("diagnose", sample, difference)(),
-        **others,
-    )
 
 
 class LeadingHandle:

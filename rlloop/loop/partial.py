@@ -21,7 +21,7 @@ import msgspec
 from rlloop.config.run import RunConfig
 from rlloop.loop.conversations import Carriage, Carried
 from rlloop.loop.sampler import Sampler
-from rlloop.loop.schedule import History, decode_array, encode_array, ended
+from rlloop.loop.schedule import History, InStep, Pipelined, Schedule, decode_array, encode_array, ended
 from rlloop.loop.step_data import new_sample, training_sampling
 from rlloop.protocols import WeightSync
 from rlloop.types import Recomputed, Sample
@@ -56,9 +56,20 @@ class _State(msgspec.Struct):
     whole: list[tuple[int, int, list[Sample]]]
 
 
-def measured(measure: Callable[[], Mapping[str, float]], schedule: Partial | None) -> dict[str, float]:
+def schedule_of(config: RunConfig, history: History | None) -> Schedule:
+    """The schedule that `config` asks for. `history`: needed where samples may be of past versions."""
+    if config.rollout.partial.prompts:
+        assert history is not None
+        return Partial(config, history)
+    if config.fleet.max_version_lag:
+        assert history is not None
+        return Pipelined(config.fleet.max_version_lag, history, config.trainer.num_steps)
+    return InStep()
+
+
+def measured(measure: Callable[[], Mapping[str, float]], schedule: Schedule) -> dict[str, float]:
     """Metrics of the parts, and of the schedule if it has any."""
-    return {**measure(), **({} if schedule is None else schedule.take_metrics())}
+    return {**measure(), **(schedule.take_metrics() if isinstance(schedule, Partial) else {})}
 
 
 class Partial:

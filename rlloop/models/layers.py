@@ -90,7 +90,7 @@ class Linear(nn.Module):
     def whole(self, x: Tensor, ops: Ops, columns: Division | None = None, then_norm: bool = False) -> Tensor:
         """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole.
 
-        `then_norm`: nothing reads them but `normed`.
+        `then_norm`: nothing reads them before `normed` or `PeerGathers.settle`.
         """
         if self.rows is None:
             return ops.linear(x, self.weight, self.bias, self.across)

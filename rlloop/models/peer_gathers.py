@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 ALIGNED = 8  # numbers: where a rank's columns may begin
 MOST_ROWS = 8192  # of a gather; those of more rows go over the network
-# False: a launch of its own, to compare: for a meeting that the reader of a result could do; for the copies of
-# attention's results.
-MEETS_IN_READERS, ATTENTION_WRITES = True, True
+# Benchmarks set these to False to compare with kernels of one task each.
+MEETS_IN_READERS = True  # the kernel that reads a result waits for the other GPUs itself
+ATTENTION_WRITES = True  # decode attention writes its results to the other GPUs itself
 _opened: WeakKeyDictionary[Ranks, PeerGathers] = WeakKeyDictionary()
 
 

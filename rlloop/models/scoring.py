@@ -19,9 +19,7 @@ from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.parallel.cut import share, shares
 from rlloop.parallel.differentiable import gathered
 from rlloop.parallel.progress import tick
-from rlloop.types import Alternatives, ModelInput, PromptScores, SamplingParams, as_model_input, is_ids
-
-LOGITS_AT_ONCE = 1 << 25  # limit on elements of logits held at a time while finding the likeliest tokens
+from rlloop.types import ModelInput, SamplingParams, as_model_input, is_ids
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def score(
     Raises `ConfigError` for a token outside the vocabulary or a sequence beyond the model's positions.
     """
     tick()
-    _check(model, rows)
+    check_rows(model, rows)
     used = [row for row in rows if len(row.predict)]
     routes = RoutingRecord(_replayed(model, used) if replay and used and model.route_shape() is not None else None)
     scored = _score(model, used, routes, record, share)
@@ -105,7 +103,7 @@ def score(
 def hidden_states(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
     """[N, D]: the last hidden state before each predicted token, differentiable. On one rank; N as for `score`."""
     tick()
-    _check(model, rows)
+    check_rows(model, rows)
     return _predicted(model, [row for row in rows if len(row.predict)], None)[0]
 
 
@@ -161,7 +159,7 @@ def token_logprobs(
         begin = as_model_input(prompt)
         written = range(len(begin), len(begin) + len(completion))
         rows.append(ScoreRow([*begin.token_ids, *completion], written, params, model_input=begin))
-    _check(model, rows)
+    check_rows(model, rows)
     return [
         logprobs
         for batch in _batches(rows, max_tokens)
@@ -191,7 +189,7 @@ def redraw(model: Model, rows: Sequence[ScoreRow], *, max_tokens: int | None = N
 
     Raises `ConfigError` as `score`, and where a row that predicts anything names no seed.
     """
-    _check(model, rows)
+    check_rows(model, rows)
     for index, row in enumerate(rows):
         if len(row.predict) and (row.sampling is None or row.sampling.seed is None):
             raise ConfigError(f"sequence {index} names no seed, so its tokens cannot be drawn again")
@@ -207,49 +205,6 @@ def _redraw(model: Model, rows: list[ScoreRow]) -> list[Redrawn]:
     cuts = np.cumsum([len(row.predict) for row in rows])[:-1]
     flat = (record.token_ids, logprobs, record.raw_logprobs)
     return [Redrawn(*each) for each in zip(*(np.split(x.cpu().numpy(), cuts) for x in flat), strict=True)]
-
-
-@torch.inference_mode()
-def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0) -> PromptScores:
-    """The logprobs of a prompt's tokens, with the bits of `token_logprobs(model, [(prompt[:1], prompt[1:])])`.
-
-    With `top`, also the `top` likeliest tokens in each one's place. Raises `ConfigError` as `token_logprobs` does.
-    """
-    model_input = as_model_input(prompt)
-    if not len(model_input):
-        raise ConfigError("a prompt is empty; it must have at least one token")
-    _check(model, [ScoreRow(model_input.token_ids, range(1, len(model_input)), model_input=model_input)])
-    ids = torch.tensor(model_input.token_ids, device=model.context.device)
-    count = len(ids) - 1
-    if count == 0:
-        return PromptScores(np.zeros(0, np.float32))
-    positions = torch.from_numpy(model_input.positions_at(0, count)).to(ids.device)
-    images = place_features([(model_input, 0, count, 0)], model.see)
-    hidden = model.hidden(ids[:-1], positions, AttentionLayout.of_sequences([count], ids.device), images=images)
-    cp = model.context.ranks("cp")
-    hidden = cp.gather(hidden, 0, shares(count, cp.size))
-    logprobs = model.output.token_logprob(hidden, ids[1:], LogitsProcessing())[0]
-    logprobs = model.stage.shared(logprobs).cpu().numpy()
-    if not top:
-        return PromptScores(logprobs)
-    at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
-    chunks = (model.output.whole(model.logits(rows)) for rows in hidden.split(at_once))
-    return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
-
-
-def likeliest(
-    model: Model, logits: Tensor, count: int, sampling: SamplingParams | None = None, length: int = 0
-) -> Alternatives:
-    """The `count` tokens of largest logit in each row of logits [T, V], with logprobs that have the trainer's bits.
-
-    `sampling`: the distribution of `Alternatives.logprobs`; `length`: how many tokens the completion had before.
-    """
-    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # [T, k]
-    rows = logits.repeat_interleave(ids.shape[1], 0)
-    counts = [len(rows)]
-    warp = warp_for([sampling], np.full(len(rows), length), model.eos_token_ids, device=logits.device, counts=counts)
-    scored = [model.ops.score_logits(rows, ids.flatten(), each)[0] for each in (warp, LogitsProcessing())]
-    return Alternatives(ids.cpu().numpy(), *(each.view(ids.shape).cpu().numpy() for each in scored))
 
 
 def _score(
@@ -389,7 +344,7 @@ def _batches(rows: Sequence[ScoreRow], max_tokens: int | None) -> Iterator[list[
         yield batch
 
 
-def _check(model: Model, rows: Sequence[ScoreRow]) -> None:
+def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
     """Raises `ConfigError` for rows that the model cannot score, by their index."""
     vocabulary, limit = model.vocab_size, model.max_positions
     for index, row in enumerate(rows):

@@ -54,16 +54,10 @@ class Stage:
         for name in in_order(sources):
             source = sources[name]
             mine = whole(name).contiguous() if source == self._pipe.rank else None
-            kind = self._pipe.broadcast_object(
-                None if mine is None else (mine.shape, mine.dtype, mine.device.type),  # each rank has its own GPU
-                source,
-            )
-            yield (
-                name,
-                self._pipe.broadcast(
-                    torch.empty(kind[0], dtype=kind[1], device=kind[2]) if mine is None else mine, source
-                ),
-            )
+            kind = None if mine is None else (mine.shape, mine.dtype, mine.device.type)  # each rank has its own GPU
+            shape, dtype, device = self._pipe.broadcast_object(kind, source)
+            mine = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine
+            yield name, self._pipe.broadcast(mine, source)
 
     @property
     def ahead(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlloop.errors import ConfigError
 from rlloop.inputs import Image
-from rlloop.models import attention, fp8, latent
+from rlloop.models import fp8
 from rlloop.models.adapter_slots import AdapterRegistry
 from rlloop.models.adapter_weights import Adapter, Target, check_adapts, find_targets
 from rlloop.models.architecture import ModelConfig
@@ -26,10 +26,10 @@ from rlloop.models.experts import Mixture
 from rlloop.models.fingerprint import check_profile, fingerprint
 from rlloop.models.head import Apart, Head
 from rlloop.models.layers import Cache, Divisions, Step, Weight
+from rlloop.models.model_facts import ModelFacts
 from rlloop.models.peer_gathers import peers_of
 from rlloop.models.placement import check_placement
 from rlloop.models.recompute import Recompute
-from rlloop.models.recurrent import delta_states, mamba_states
 from rlloop.models.ropes import RopeTable, turned_by_axis
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
@@ -44,7 +44,7 @@ from rlloop.parallel.cut import share
 from rlloop.parallel.division import in_tiles, taken
 
 
-class Model(nn.Module):
+class Model(ModelFacts, nn.Module):
     """A decoder of one of `families.FAMILIES`. Its own parameters get the gradient.
 
     `load_model` and `new_model` construct one with weights; the constructor leaves them uninitialised.
@@ -175,57 +175,6 @@ class Model(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self._some_weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.context.device
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.config.eos_token_ids
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_positions
-
-    def cache_spec(self) -> list[dict[str, tuple[int, ...]]]:
-        """Shapes of the tensors that each layer caches for a token, by name, in `Cache.write`'s order."""
-        config, layers, own = self.config, range(self.config.num_layers), self.stage.layers
-        if config.latent is not None:
-            return [latent.cache_shapes(config.latent, layer) if layer in own else {} for layer in layers]
-        attend = set(config.attention_layers) & set(own)
-        return [attention.cache_shapes(config, self.context.tp) if layer in attend else {} for layer in layers]
-
-    def state_spec(self) -> list[dict[str, tuple[int, ...]]]:
-        """Shapes of the float32 states that each layer keeps for a sequence, by name; empty unless it is recurrent."""
-        config, layers = self.config, range(self.config.num_layers)
-        own, states, recurrent = set(self.stage.layers), {}, set()
-        if config.mamba is not None and config.blocks is not None:
-            states = mamba_states(config.mamba, self.context, self.ops)
-            recurrent = {layer for layer in own if config.blocks[layer] == "linear_attention"}
-        elif config.delta is not None:
-            states, recurrent = delta_states(config.delta, self.context, self.ops), own & set(config.delta.layers)
-        return [states if layer in recurrent else {} for layer in layers]
-
-    @property
-    def recurrent(self) -> bool:
-        return self.config.delta is not None or self.config.mamba is not None
-
-    def route_shape(self) -> tuple[int, int, int] | None:
-        """(layers with experts, experts chosen for a token, experts of a layer); None without experts."""
-        mixture = self.config.mixture
-        if mixture is None or not mixture.layers:
-            return None
-        return len(mixture.layers), mixture.routing.top_k, mixture.num_experts
-
-    def indexed_layers(self) -> int:
-        """The number of layers with an indexer."""
-        latent = self.config.latent
-        return 0 if latent is None or latent.indexer is None else len(latent.indexer.layers)
 
     def with_profile(self, profile: NumericsProfile, ops: Callable[[NumericsProfile], Ops] = ops_for) -> Model:
         """A view of the model under another profile: parameters are shared. Raises as `check_profile`. `ops` makes the
@@ -374,6 +323,8 @@ class Model(nn.Module):
                 step = replace(step, read=read)
             delta, stream = recompute.decoder_layer(layer, module, delta, stream, step)
             if images is not None:
+                if peers is not None:
+                    peers.settle()
                 delta, stream = images.added(layer, delta, stream)
         if peers is not None:
             peers.settle()

@@ -38,13 +38,9 @@ class Ops:
 
     def __init__(self, profile: NumericsProfile) -> None:
         self.profile = profile
-        self._as = SimpleNamespace(
-            **{
-                operation: implementation(getattr(profile, knob), operation)
-                for knob, names in OPERATIONS.items()
-                for operation in names
-            }
-        )
+        self._as = SimpleNamespace()
+        for knob, names in OPERATIONS.items():
+            vars(self._as).update((name, implementation(getattr(profile, knob), name)) for name in names)
         self._split = 0 if profile.attention_splits == "default" else int(profile.attention_splits)
         if self._split and profile.attention in ("rlloop", "reference"):
             self._as.sparse_attention = functools.partial(self._as.sparse_attention, split=self._split)
@@ -123,10 +119,8 @@ class Ops:
         return self._as.sigmoid_mul(gate, up)
 
     def gelu(self, x: Tensor, tanh: bool) -> Tensor:
-        """`x (1 + erf(x / sqrt 2)) / 2` (Hendrycks and Gimpel, arXiv:1606.08415), or with `tanh` their approximation.
-
-        Any shape.
-        """
+        """`x (1 + erf(x / sqrt 2)) / 2` of any shape (Hendrycks and Gimpel, arXiv:1606.08415), or with `tanh` their
+        approximation."""
         return self._as.gelu(x, tanh)
 
     def relu_squared(self, x: Tensor) -> Tensor:
@@ -145,14 +139,13 @@ class Ops:
         weights = (q_weight, k_weight, v_weight)
         if all(isinstance(weight, Fp8Weight) for weight in weights):
             q, k, v = operators.fp8_linears(x, weights)
-            return q, k, v
-        if outputs := self._adapted_products(x, weights, False):
+        elif outputs := self._adapted_products(x, weights, False):
             q, k, v = outputs
-            return q, k, v
-        if is_packed(*weights) or any(map(self.adapted, weights)):
+        elif is_packed(*weights) or any(map(self.adapted, weights)):
             q, k, v = (self.linear(x, weight) for weight in weights)
-            return q, k, v
-        return kernels_for(x.device).qkv_linear(x, *weights)
+        else:
+            q, k, v = kernels_for(x.device).qkv_linear(x, *weights)
+        return q, k, v
 
     def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """`silu_mul` of two linears of one input, without biases. Only if `fuses`. [T, K], [F, K], [F, K] -> [T, F]."""
@@ -166,10 +159,8 @@ class Ops:
 
     def _adapted_products(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
         """`kernels.Kernels.adapted_products`; None where it is not for these."""
-        factors = [self.adapted(weight) for weight in weights]
-        if self._adapters is None or is_packed(*weights) or None in factors:
-            return None
-        if (work := kernels_for(x.device).adapted_products) is None:
+        factors, work = [self.adapted(weight) for weight in weights], kernels_for(x.device).adapted_products
+        if self._adapters is None or is_packed(*weights) or None in factors or work is None:
             return None
         return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self._adapters, gated)
 
@@ -216,8 +207,7 @@ class Ops:
 
         `layout.AttentionMask` says what sinks and windows are.
         """
-        plain = sinks is None and not window
-        mask = self._mask if plain else AttentionMask(self._split, window, sinks)
+        mask = self._mask if sinks is None and not window else AttentionMask(self._split, window, sinks)
         return self._as.attention(q, k, v, layout, scale, mask)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
@@ -369,14 +359,9 @@ class Ops:
         return self._as.token_logprob(hidden, weight, targets, processing)
 
     def token_redraw(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        processing: LogitsProcessing,
-        seeds: Tensor | None,
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
         positions: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """`token_logprob`, and from the same logits, without a gradient, the results of `sample`.
 
         Two results more: each target's raw logprob [T] float32, and the token [T] int64 that (seed, position) draws;

@@ -65,6 +65,7 @@ class Packed:
 
 
 def listing_of(tensors: Tensors, aliases: Mapping[str, str]) -> Listing:
+    """`listing_from` of tensors."""
     return listing_from(((name, bits.dtype, bits.shape) for name, bits in tensors.items()), aliases)
 
 

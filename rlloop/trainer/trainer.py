@@ -22,7 +22,7 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.metrics import Reduction, Sum, merge
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
@@ -307,7 +307,8 @@ class Trainer:
     def _flatten(
         self, batch: Batch, old_logprobs: Sequence[np.ndarray] | None = None, *, share: bool | None = None
     ) -> StepBatch:
-        """Every batch's first step, for which engines make room. `share`: None for what the configuration says."""
+        """Pack a batch into micro-batches, before which engines beside the trainer give their caches back. `share`:
+        prompts of a group; None: as the configuration says."""
         for engine in self.neighbours:
             engine.sleep()
         share = (self.config.share_prompts if share is None else share) and not self.moe.replay

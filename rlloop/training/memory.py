@@ -25,8 +25,9 @@ from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
-from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, LOGITS_AT_ONCE
+from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
+from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, score
 from rlloop.models.logits_processing import warp_for
 from rlloop.models.parameters import ParameterStore
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.vision import place_features
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout import Engine

@@ -10,7 +10,7 @@ from rlloop import Engine, load_model
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.inputs import ModelInput
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parity.token_types import compare_prompt
 from rlloop.trainer import Trainer, TrainSequence

@@ -17,7 +17,7 @@ from rlloop.inputs import ContentSpan, ids_alone
 from rlloop.models import Model, new_model, save_model
 from rlloop.models.config import parse_config
 from rlloop.models.placement import check_placement
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.layout import Layout
 from rlloop.parity.token_types import compare_prompt

@@ -14,11 +14,11 @@ import torch
 
 from rlloop import Engine, ModelInput, SamplingParams, load_model, token_logprobs
 from rlloop.errors import ConfigError
-from rlloop.launch.workers import vocabulary_of
+from rlloop.launch.make import vocabulary_of
 from rlloop.loop.conversations import SingleTurn
 from rlloop.models import Model, ScoreRow, score
 from rlloop.models.config import read_config
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.rollout.engine.service import EngineService
 from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.rollout.fleet.engine_server import EngineServer

@@ -17,14 +17,16 @@ from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from tests.support.gpu_models import CONFIG, TEN_EXPERTS
+from tests.support.image_models import image_config, inputs
 from tests.support.rank_cases import CPU
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bits
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 500}
 SHAPES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "experts": {**TEN_EXPERTS, "moe_intermediate_size": 32},
+    "dense": {**CONFIG, **SMALL},
+    "experts": {**CONFIG, **SMALL, **TEN_EXPERTS, "moe_intermediate_size": 32},
+    "pictures": image_config("qwen3_vl", {"hidden_size": 64, "intermediate_size": 96}, {"out_hidden_size": 64}),
 }
 
 
@@ -106,7 +108,7 @@ class Gathers(PeerGathers):
 
 def of_a_rank(shape: str, size: int, apart: bool) -> list[str]:
     """The kernels that met, in order; checks that tokens are one rank's."""
-    config = {**CONFIG, **SMALL, **SHAPES[shape]}
+    config = SHAPES[shape]
     context = join(CPU, Layout(tp=size))
     peer_gathers.MEETS_IN_READERS = peer_gathers.ATTENTION_WRITES = not apart
     whole, divided = (
@@ -114,7 +116,9 @@ def of_a_rank(shape: str, size: int, apart: bool) -> list[str]:
     )
     peers = Peers(context.tp)
     peer_gathers._opened[context.tp] = Gathers(peers)
-    prompts, sampling = [[5, 6, 7, 8], [9, 10, 11]], [SamplingParams(max_tokens=6, seed=i) for i in range(2)]
+    pictures = [prompt for prompt, _ in inputs()][:2]
+    prompts = pictures if shape == "pictures" else [[5, 6, 7, 8], [9, 10, 11]]
+    sampling = [SamplingParams(max_tokens=6, seed=seed, ignore_eos=True) for seed in range(2)]
     wanted = [bits(each) for each in Engine(whole).generate(prompts, sampling)]
     assert not peers.met
     made = [bits(each) for each in Engine(divided).generate(prompts, sampling)]
@@ -128,7 +132,7 @@ def test_gathers_have_the_bits_of_one_rank(shape: str, apart: bool) -> None:
     for met in run_ranks(2, of_a_rank, shape, 2, apart):
         if apart:
             assert set(met) == {"meet", "write"}
-        elif shape == "dense":  # all but the last of a step is met where it is read
+        elif shape != "experts":  # all but the last of a step is met where it is read
             layer = ["linear_into", "rms_norm", "linear_into"]
             assert met[-12:] == [*layer, "rms_norm", *layer, "rms_norm", *layer, "meet"]
         else:

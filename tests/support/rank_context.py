@@ -12,8 +12,9 @@ from torch import nn
 from rlloop import load_model
 from rlloop.models import Model, new_model
 from rlloop.models.adapter_weights import Adapter
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.routing_record import RoutingRecord
-from rlloop.models.scoring import RedrawRecord, ScoreRow, score, score_prompt
+from rlloop.models.scoring import RedrawRecord, ScoreRow, score
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext, join

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model
-from rlloop.rollout.engine import engine as engine_module
-from rlloop.rollout.engine import graph_sizes, graphs
+from rlloop.rollout.engine import graph_sizes, graphs, steps
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import to_host
 from rlloop.rollout.engine.engine import Engine
@@ -44,7 +43,7 @@ def count_replays(monkeypatch: pytest.MonkeyPatch, long: int = graph_sizes.LONG)
     monkeypatch.setattr(graphs, "SEEN", 1)
     monkeypatch.setattr(graph_sizes, "LONG", long)
     # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
-    monkeypatch.setattr(engine_module, "to_host", lambda drawn: to_host(drawn.clone()))
+    monkeypatch.setattr(steps, "to_host", lambda drawn: to_host(drawn.clone()))
     return counts
 
 

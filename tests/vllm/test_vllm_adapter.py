@@ -9,7 +9,7 @@ from rlloop.algorithms import get_loss
 from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import save_model
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.trainer import Trainer

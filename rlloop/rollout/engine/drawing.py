@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models.logits_processing import on_device, warp_for
-from rlloop.models.scoring import likeliest
+from rlloop.models.prompt_scores import likeliest
 from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
 from rlloop.rollout.engine.graphs import packed

@@ -9,34 +9,28 @@ device, and the host reads results one step later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.peer_gathers import open_peers
-from rlloop.models.routing_record import RoutingRecord
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.vision import check_images
-from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.numerics.layout import LogitsProcessing
 from rlloop.parallel.context import ALONE
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import ChoiceStore
-from rlloop.rollout.engine.drawing import Drawing, Drawn, to_host
 from rlloop.rollout.engine.feature_cache import FeatureCache
-from rlloop.rollout.engine.graph_sizes import decoding
-from rlloop.rollout.engine.graphs import EngineGraphs, LateTokens, with_late
-from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token, slots_of_copies
+from rlloop.rollout.engine.graphs import EngineGraphs
+from rlloop.rollout.engine.kv_cache import BlockManager, PagedCache, bytes_per_token
 from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
-from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
-from rlloop.rollout.engine.sleeping import Sleeping
-from rlloop.rollout.engine.step_tokens import StepTokens
+from rlloop.rollout.engine.scheduler import Scheduler
+from rlloop.rollout.engine.steps import Flight, Steps
 from rlloop.rollout.engine.validation import Limits
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
@@ -46,19 +40,9 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 4 << 30
 SAVED_STATES = 64
 STATE_BYTES = 8 << 30  # of recurrent states on a GPU
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}  # elements; rows are independent, so cutting them changes no bits
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """A step that was started and not yet collected."""
-
-    batch: ScheduledStep
-    token_ids: Tensor  # [E] int64, where the model is
-    wait: Callable[[], Drawn]
-
-
-class Engine(Drawing, AdapterVerbs, Sleeping):
+class Engine(AdapterVerbs, Steps):
     """Continues prompts with `model`. One caller at a time: it is not thread-safe.
 
     - `page_size`: tokens of a cache block; prefixes are shared in whole blocks, and a prompt's rest is copied.
@@ -145,7 +129,7 @@ class Engine(Drawing, AdapterVerbs, Sleeping):
         if self._device.type == "cuda":
             self._graphs = EngineGraphs(model, self._cache, page_size, self._choices)
         self._scheduler = self._new_scheduler()
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
         self._last_warp = ([], LogitsProcessing())
 
@@ -199,12 +183,9 @@ class Engine(Drawing, AdapterVerbs, Sleeping):
     def in_flight(self) -> int:
         return self._scheduler.num_requests + len(self._ended)
 
-    def _goes_on(self) -> bool:
-        return self.has_work if self._together.size == 1 else any(self._together.gather_objects(self.has_work))
-
     def step(self) -> list[tuple[int, Completion]]:
         if self._together.size > 1:
-            return self._step_together()
+            return self._completions(self._step_together())
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
@@ -225,37 +206,6 @@ class Engine(Drawing, AdapterVerbs, Sleeping):
         if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
             self._ended, late = late, []
         return self._completions(ended + late)
-
-    def _step_together(self) -> list[tuple[int, Completion]]:
-        """A step of all ranks that share experts; ranks without requests run their experts on the others' tokens."""
-        batch = self._scheduler.schedule() if self._scheduler.num_requests else None
-        wishes = self._together.gather(torch.tensor([self._wishes(batch)]))
-        works, eager, rows, pages, warped = wishes.amax(0).tolist()
-        if not works:
-            return []
-        self.wake_up()
-        if self._graphs is not None and not eager:
-            self._graphs.least = (rows, pages)
-        if batch is not None:
-            return self._completions(self._finish(self._start(batch, eager=bool(eager), warped=bool(warped))))
-        with torch.inference_mode():
-            if self._graphs is None or eager:
-                self.model.without_tokens()
-            else:
-                self._graphs.idle(draws=not warped)
-        return []
-
-    def _wishes(self, batch: ScheduledStep | None) -> tuple[int, ...]:
-        """This rank's requirements for a step that all ranks take together: (has work, needs the path without a graph,
-        rows of the graph, pages of the graph, draws on the host)."""
-        if batch is None:
-            return (0, 0, 0, 0, 0)
-        if self._graphs is None or not (batch.emits.all() and (batch.counts == 1).all()):
-            return (1, 1, 0, 0, 0)
-        warp, table = self._warp(batch.rows), self._scheduler.table
-        pages = -(-int((batch.context + batch.counts).max()) // self.page_size)
-        warped = not self._draws_plainly(warp) or bool(table.top[batch.rows].any())
-        return (1, 0, *self._graphs.shape(len(batch.rows), pages), int(warped))
 
     def abort(self, request_id: int) -> Completion | None:
         self._settle()
@@ -300,101 +250,6 @@ class Engine(Drawing, AdapterVerbs, Sleeping):
         for every graph in which ranks exchange data."""
         if self._graphs is not None:
             self._graphs.drop()
-
-    # ---------------------------------------------------------------------------------------------- one step
-
-    @torch.inference_mode()
-    def _start(
-        self, batch: ScheduledStep, tokens_before: Tensor | None = None, *, eager: bool = False, warped: bool = False
-    ) -> _Flight:
-        """Compute the batch's tokens and draw the next one for each request that emits. `tokens_before` [E]: tokens
-        drawn by the step before, if the batch was scheduled ahead of them. `eager`: without a CUDA graph; `warped`:
-        not with a graph that draws."""
-        table = self._scheduler.table
-        self._cache.copy_states(batch.restores)
-        self._copy_tails(batch.copies)
-        inputs = StepTokens.of(batch, table, self.page_size)
-        emitting, slots_of = batch.rows[batch.emits], self._adapters.of_rows(table, batch.rows)
-        late = None if tokens_before is None else self._late(batch, inputs, tokens_before)
-        scores = bool(table.scored[batch.rows].any())
-        decodes = len(emitting) == len(inputs.index) and inputs.positions.ndim == 1 and not scores  # one token each
-        if self._graphs is not None and decodes and not eager:
-            if late is not None and len(late[0]) == len(inputs.index):
-                _, tokens = late
-            else:
-                tokens = with_late(self._tensor(inputs.tokens), late)
-            where = (inputs.index, inputs.positions, inputs.slots, inputs.block_start, batch.rows)
-            warp = self._warp(emitting)
-            if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
-                token_ids, drawn = self._graphs.draw(tokens, slots_of, *where, table.seed[emitting])
-            else:
-                token_ids, drawn = self._sample([self._graphs.logits(tokens, slots_of, *where)], emitting, warp)
-        else:
-            of_tokens = None if slots_of is None else slots_of[inputs.sequence]
-            last = inputs.query_start[1:][batch.emits] - 1
-            hidden = self._hidden(batch, inputs, of_tokens, late, None if scores else last)
-            if scores:
-                self._score_prompts(batch, inputs.query_start, hidden)
-                hidden = self._picked(hidden, last)
-            vocabulary = self.model.vocab_size
-            at_once = max(1, LOGITS_AT_ONCE.get(self._device.type, LOGITS_AT_ONCE["cpu"]) // vocabulary)
-            adapters = self._adapters.on_device(None if slots_of is None else slots_of[batch.emits], self._device)
-            spans = (slice(begin, begin + at_once) for begin in range(0, len(hidden), at_once))
-            logits = (self.model.logits(hidden[span], adapters and adapters.at(span)) for span in spans)
-            token_ids, drawn = self._sample(logits, emitting, self._warp(emitting))
-        self._cache.copy_states(batch.saves)
-        self._scheduler.advance(batch)
-        return _Flight(batch, token_ids, to_host(drawn))
-
-    def _copy_tails(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        if copies:
-            source, target = (self._tensor(slots) for slots in slots_of_copies(copies, self.page_size))
-            for store in (self._cache, *([] if self._choices is None else [self._choices])):
-                store.copy_slots(source, target)
-
-    def _hidden(
-        self, batch: ScheduledStep, inputs: StepTokens, slots_of: np.ndarray | None, late: LateTokens | None,
-        read: np.ndarray | None,
-    ) -> Tensor:  # fmt: skip
-        """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
-        images = self._images.placed(self.model, self._scheduler.table, batch, inputs.query_start)
-        decodes = 0 if self._graphs is None else decoding(batch.counts, inputs.block_start.shape[1] * self.page_size)
-        if self._graphs is not None and images is None and inputs.positions.ndim == 1 and self._together.size == 1:
-            at = (inputs.positions, inputs.slots, batch.counts, batch.context, inputs.block_start)
-            if (hidden := self._graphs.hidden(inputs.tokens, slots_of, *at, batch.rows, decodes, late)) is not None:
-                return hidden if read is None else self._picked(hidden, read)
-        self._cache.slots, self._cache.rows = self._tensor(inputs.slots), self._tensor(batch.rows)
-        layout = AttentionLayout(
-            query_start=self._tensor(inputs.query_start),
-            context=self._tensor(batch.context),
-            block_start=self._tensor(inputs.block_start),
-            block_size=self.page_size,
-            contiguous=False,
-            decoding=decodes,
-        )
-        routes = None if self._choices is None else RoutingRecord()
-        adapters = self._adapters.on_device(slots_of, self._device)
-        tokens, positions = with_late(self._tensor(inputs.tokens), late), self._tensor(inputs.positions)
-        some = None  # kernels want a row at least
-        if read is not None and len(read) < len(tokens):
-            some = self._tensor(read if len(read) else np.array([len(tokens) - 1]))
-        kept = {"routes": routes, "adapters": adapters, "images": images, "read": some}
-        hidden = self.model.hidden(tokens, positions, layout, self._cache, **kept)
-        if self._choices is not None and routes is not None:
-            self._choices.write(self._cache.slots, routes)
-        return hidden if read is None else hidden[: len(read)]
-
-    def _finish(self, flight: _Flight) -> list[tuple[Request, bool]]:
-        return self._scheduler.postprocess(flight.batch, *flight.wait())
-
-    def _late(self, batch: ScheduledStep, inputs: StepTokens, drawn: Tensor) -> LateTokens:
-        """Of a step scheduled ahead, the tokens that only the device knows: `drawn` [E] by the step before."""
-        assert batch.source is not None
-        unknown = batch.source >= 0
-        return inputs.query_start[:-1][unknown], self._picked(drawn, batch.source[unknown])
-
-    def _picked(self, rows: Tensor, source: np.ndarray) -> Tensor:
-        return rows if np.array_equal(source, np.arange(len(rows))) else rows[self._tensor(source)]
 
     # ---------------------------------------------------------------------------------------------- requests
 

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models.logits_processing import on_device
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops
@@ -33,6 +32,7 @@ from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.graph_sizes import at_least, multiple, rounded, rounded_rows, rounded_tokens
 from rlloop.rollout.engine.kv_cache import PagedCache
+from rlloop.rollout.engine.step_tokens import LateTokens, with_late
 
 if TYPE_CHECKING:
     from rlloop.models import Model
@@ -46,9 +46,6 @@ PREPARED = 256, 64  # rows of the steps that `prepare` records: that draw, and t
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
-
-
-LateTokens = tuple[np.ndarray, Tensor]  # places in a step's tokens, and the tokens, which only the device knows
 
 
 class _Form(NamedTuple):
@@ -402,13 +399,6 @@ class EngineGraphs:
 
     def _addresses(self) -> list[int]:
         return [getattr(parameter, "codes", parameter).data_ptr() for parameter in self._model.parameters()]
-
-
-def with_late(tokens: Tensor, late: LateTokens | None) -> Tensor:
-    """Puts late tokens among `tokens` [T], in place. −1, where no token could be drawn, becomes 0; the host checks."""
-    if late is not None and len(late[0]):
-        tokens.index_copy_(0, on_device(late[0], tokens.device), late[1].clamp(min=0))
-    return tokens
 
 
 def packed(ids: Tensor, logprobs: Tensor, raw: Tensor) -> Tensor:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
+from rlloop.models.logits_processing import on_device
 from rlloop.rollout.engine.request import RequestTable
 from rlloop.rollout.engine.scheduler import ScheduledStep
+
+LateTokens = tuple[np.ndarray, Tensor]  # places in a step's tokens, and the tokens, which only the device knows
 
 
 @dataclass(frozen=True)
@@ -33,3 +37,10 @@ class StepTokens:
         positions = table.rope_positions(batch.rows, batch.context, batch.counts, index)
         tokens = table.tokens[batch.rows[sequence], index]
         return cls(query_start, sequence, index, tokens, positions, slots, block_start)
+
+
+def with_late(tokens: Tensor, late: LateTokens | None) -> Tensor:
+    """Puts late tokens among `tokens` [T], in place. −1, where no token could be drawn, becomes 0; the host checks."""
+    if late is not None and len(late[0]):
+        tokens.index_copy_(0, on_device(late[0], tokens.device), late[1].clamp(min=0))
+    return tokens

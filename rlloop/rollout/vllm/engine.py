@@ -18,7 +18,7 @@ import torch
 from rlloop.errors import ConfigError, RunError
 from rlloop.models.adapter_slots import MAX_RANK, SLOTS
 from rlloop.models.peer_gathers import open_peers
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.vision import check_images
 from rlloop.rollout.engine.adapters import AdapterVerbs, EngineAdapters
 from rlloop.rollout.engine.choice_store import Choices

@@ -9,7 +9,7 @@ from rlloop.cli import machine_check as doctor
 from rlloop.cli.main import main
 from rlloop.config.run import AlgorithmConfig, ParityConfig, ParityMode, RunConfig
 from rlloop.errors import ConfigError
-from rlloop.launch import workers
+from rlloop.launch import make
 from rlloop.rollout.vllm import versions
 from tests.support.tiny_run import make_model
 
@@ -40,11 +40,11 @@ def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):
 def test_a_machine_that_fails_the_probe_is_refused(tmp_path, monkeypatch, capsys):
     make_model(tmp_path)
     config = RunConfig(algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"))
-    monkeypatch.setattr(workers, "probe", lambda *args: {"linear": "rows differ"})
+    monkeypatch.setattr(make, "probe", lambda *args: {"linear": "rows differ"})
     with pytest.raises(ConfigError, match=r"does not keep the numerical contract in float32 \(linear: rows differ\)"):
-        workers.load(config, tmp_path / "model")
+        make.load(config, tmp_path / "model")
     config.parity = ParityConfig(ParityMode.observe)
-    workers.load(config, tmp_path / "model")
+    make.load(config, tmp_path / "model")
 
     monkeypatch.setattr("rlloop.cli.machine_check.probe", lambda *args: {"linear": "rows differ"})
     assert main(["doctor"]) == 1

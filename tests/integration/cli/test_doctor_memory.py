@@ -6,7 +6,7 @@ import torch
 from rlloop.cli.main import main
 from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import load_model, new_model, save_model
 from rlloop.models.config import read_config
 from rlloop.models.parameters import ParameterStore

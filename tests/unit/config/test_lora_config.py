@@ -9,7 +9,7 @@ from rlloop.config.run import AlgorithmConfig, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter
 from tests.support.adapters import random_adapter

@@ -14,8 +14,8 @@ from rlloop import Engine, SamplingParams
 from rlloop.config.run import RunConfig
 from rlloop.errors import SyncError
 from rlloop.launch.compose import build, compose_recipe
+from rlloop.launch.make import load
 from rlloop.launch.workers import Colocated, Replica
-from rlloop.models import load_model
 from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.start import Place
 from rlloop.sync.bundle import Bundle, BundlePublisher
@@ -35,6 +35,8 @@ LAYOUTS = {  # of trainer and engines
     "tp": ["trainer.layout.tp=2", "rollout.layout.tp=2"],
     "ep": ["trainer.layout.dp_shard=2", "trainer.layout.ep=2", "rollout.layout.tp=2"],
     "pp": ["trainer.layout.pp=2", "rollout.layout.pp=2"],
+    "adapter": ["trainer.layout.dp_shard=2", "rollout.layout.tp=2", "model.lora.rank=2"],
+    "fp8": ["trainer.layout.dp_shard=2", "rollout.layout.dp_shard=2", "model.quantize=fp8"],
 }
 
 
@@ -54,8 +56,8 @@ def published(place: Path, rank: Place, layout: str) -> list[Bundle | None]:
     worker = Colocated(config(layout), str(place / "model"), 1, rank)
     try:
         first = worker.call("publish", 0)
-        double(worker.model)
-        bundles = [first, worker.call("publish", 1), worker.call("joining")]
+        change(worker.model)
+        bundles = [first, worker.call("publish", 1), worker.call("publications.joining")]
         assert worker.engine.policy_version == 1
         assert bool(worker.published()) == (rank.rank == 0)
         return bundles
@@ -80,9 +82,9 @@ def applied(place: Path, rank: Place, layout: str, bundles: list[Bundle], wrong:
 
 
 @torch.no_grad()
-def double(model) -> None:
+def change(model) -> None:
     for tensor in ParameterStore(model).tensors().values():
-        tensor.mul_(2)
+        tensor.mul_(2).add_(0.02)
 
 
 @pytest.mark.slow
@@ -91,12 +93,11 @@ def test_a_replica_in_the_engines_layout_takes_what_all_ranks_encode(tmp_path, l
     make_model(tmp_path, **(MIXTURE if layout == "ep" else {}))
     bundles, *others = on_ranks(SIZE, tmp_path, published, layout)
     assert others == [[None] * 3], "rank 0 has the bundles"
-    model = load_model(tmp_path / "model")
+    model = load(config(layout), tmp_path / "model")
     wrong = BundlePublisher("node").publish(tensors_of(named_weights(model).items())[0], 2, {})  # by another key
     size = config(layout).world.engine.world_size
     first, *rest = on_ranks(size, tmp_path, applied, layout, bundles, wrong)
-    model = load_model(tmp_path / "model")
-    double(model)
+    change(model)
     expected = Engine(model).generate(PROMPTS, SAMPLING)
     assert first == [[(each.token_ids, each.logprobs.tobytes()) for each in expected]] * 2
     assert rest == [[[], []]] * (size - 1), "rank 0 has the completions"

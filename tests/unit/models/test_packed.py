@@ -8,7 +8,7 @@ import torch
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
 from rlloop.config.run import AlgorithmConfig, RunConfig
 from rlloop.errors import ConfigError, ModelError
-from rlloop.launch.workers import load
+from rlloop.launch.make import load
 from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter, with_stored_adapter
 from rlloop.models.config import parse_config

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, load_model, score, token_logprobs
-from rlloop.models.scoring import score_prompt
+from rlloop.models.prompt_scores import score_prompt
 from rlloop.types import ModelInput, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 

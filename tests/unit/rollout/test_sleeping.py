@@ -15,7 +15,7 @@ from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import RolloutConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.launch.workers import make_engine, sleepers
+from rlloop.launch.make import make_engine, sleepers
 from rlloop.models import Model, load_model
 from rlloop.rollout.engine import cache_memory
 from rlloop.rollout.engine.cache_memory import DevicePages, Driver

@@ -6,7 +6,7 @@ from rlloop import Engine, load_model
 from rlloop.algorithms import get_loss
 from rlloop.config.model import LoraSection
 from rlloop.config.trainer import TrainerConfig
-from rlloop.launch.workers import with_lora
+from rlloop.launch.make import with_lora
 from rlloop.models import save_model
 from rlloop.sync.bundle import BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
