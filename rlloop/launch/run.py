@@ -119,7 +119,9 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 folder.log(f"stopped: {closed if isinstance(error, BrokenPipeError) else error}")
                 _conclude(folder, "failed")
                 raise
-            raise RlloopError(f"{job.folder} cannot grow: {error}. Make room; to resume: {job.command}") from error
+            raise RlloopError(
+                f"{job.folder} cannot grow: {error}. Make room; to resume: {_again(job, leader)}"
+            ) from error
         except NotFinite as error:
             folder.log(f"stopped: {error}")
             _conclude(folder, "failed")
@@ -135,7 +137,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             folder.log(callbacks.reason or "interrupted")
             _conclude(folder, "interrupted")
             callbacks.end()
-            say(f"{callbacks.reason or 'Interrupted'}. To resume: {job.command}")
+            say(f"{callbacks.reason or 'Interrupted'}. To resume: {_again(job, leader)}")
             return STOPPED if callbacks.reason else INTERRUPTED
         summary = _conclude(folder, "finished")
         callbacks.end()
@@ -234,3 +236,8 @@ def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
 def _is_full(error: Exception) -> bool:
     """True if a disk, a quota or a limit on files leaves no room. safetensors says so in its text alone."""
     return any(getattr(error, "errno", None) == code or f"(os error {code})" in str(error) for code in NO_ROOM)
+
+
+def _again(job: Job, leader: Leader | None) -> str:
+    """The command that resumes the run."""
+    return job.command if leader is None else leader.here.again(job.command)

@@ -77,6 +77,12 @@ class Torchrun:
     def place(self, job: int) -> Place:
         return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
 
+    def again(self, command: str) -> str:
+        """What starts `command` on as many processes again."""
+        if self.neighbours not in (None, self.size):
+            return f"on each machine, by torchrun as before, -m {command}"
+        return f"torchrun --nproc-per-node {self.size} -m {command}"
+
     def machine(self) -> Machine:
         return Machine(self.rank, socket.gethostname(), self.local, self.neighbours, torch.cuda.device_count())
 

@@ -60,7 +60,7 @@ def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path,
         os.kill(ranks[0].pid, signal.SIGINT)
     output, codes = ended(ranks)
     assert codes == [130, 0, 0], output
-    assert "Interrupted. To resume: rlloop train" in output
+    assert "Interrupted. To resume: torchrun --nproc-per-node 3 -m rlloop train" in output
 
     finish(start(folder, 1))
     same(folder, whole)
