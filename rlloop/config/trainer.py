@@ -46,6 +46,9 @@ class TrainerConfig:
     weight_decay: float = limited(0.0, ZERO_OR_MORE)  # decoupled weight decay of AdamW
     grad_clip: float = limited(1.0, zero_or_more("off"))  # limit of the gradient's global norm
     max_batch_tokens: int = limited(16384, at_least(2))  # tokens of a micro-batch (one forward and backward)
+    micro_batch_multiple: int = limited(
+        1, at_least(1)
+    )  # a step has a multiple of so many micro-batches, of even size: no rank idle in the last round, docs/ranks.md
     share_prompts: bool = False  # train a group on one computation of its prompt; other rounding: docs/numerics.md
     encode_on_device: bool = True  # weights on a GPU: find deltas there, beside a copy of the last published weights
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps per rollout batch, which is split by whole groups

@@ -97,7 +97,7 @@ class Attention(nn.Module):
         else:
             read = cut_attention(attend, q, keys, values, None, step.layout, heads).flatten(1)
         gated = read if gate is None else ops.sigmoid_mul(gate, read)
-        return self.o_proj.whole(gated, ops, self.columns, then_norm=step.read is None)
+        return self.o_proj.whole(gated, ops, self.columns, then_norm=step.read is None, unread=step.unread)
 
     def _written(self, q: Tensor, keys: Tensor, values: Tensor, gate: Tensor | None, step: Step) -> Tensor | None:
         """All ranks' results [T, N], for `o_proj` alone, where attention's own kernel writes them to peers."""

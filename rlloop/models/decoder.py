@@ -54,7 +54,7 @@ class Layer(nn.Module):
             if made is not None:
                 return made
         x, stream = _first_norm(delta, stream, self.input_layernorm, self.eps, step, summed)
-        attended = self.self_attn(x, step) if self.linear_attn is None else self.linear_attn(x, step)
+        attended = (self.self_attn if self.linear_attn is None else self.linear_attn)(x, step.inner)
         if step.read is not None:
             attended, stream = attended[step.read], stream[step.read]
         x, stream = normed(attended, self.post_attention_layernorm, self.eps, stream, step)

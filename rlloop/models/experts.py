@@ -135,15 +135,16 @@ class Mixture(nn.Module):
         shared = self._shared(x, step)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return self._combined(x, chosen, weights, shared, step)
-        latent = self._combined(self.fc1_latent_proj.whole(x, step.ops), chosen, weights, None, step)
-        out = self.fc2_latent_proj.whole(latent, step.ops)
+        latent = self._combined(self.fc1_latent_proj.whole(x, step.ops), chosen, weights, None, step.inner)
+        out = self.fc2_latent_proj.whole(latent, step.ops, unread=step.unread)
         return out if shared is None else out + shared
 
     def _combined(self, x: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None, step: Step) -> Tensor:
         """[T, D]: the experts' weighted sum. Ranks with the same tokens compute a share of them each."""
         alike = same_tokens(step.context)
+        combine = step.ops.unread_combine if step.unread else step.ops.combine
         if alike.size == 1:
-            return step.ops.combine(self.experts(x, chosen, step), chosen, weights, shared)
+            return combine(self.experts(x, chosen, step), chosen, weights, shared)
         if (written := written_experts(self.experts, x, chosen, step)) is not None:
             parts = [
                 step.ops.combine(outputs, chosen[at], weights[at], None if shared is None else shared[at])
@@ -163,8 +164,8 @@ class Mixture(nn.Module):
             step = step.of_slots(own_part(slots, alike, sizes))
         x, chosen, weights = (own_part(of, alike, sizes) for of in (x, chosen, weights))
         shared = None if shared is None else own_part(shared, alike, sizes)
-        out = step.ops.combine(self.experts(x, chosen, step, every), chosen, weights, shared)
-        return gathered(out, alike, sizes)[:count]
+        out = combine(self.experts(x, chosen, step, every), chosen, weights, shared)
+        return out.new_empty(count, out.shape[1]) if step.unread else gathered(out, alike, sizes)[:count]
 
     def without_tokens(self, x: Tensor, step: Step) -> Tensor:
         """Take part in the expert exchange with no tokens: x [0, D] -> [0, D], of the experts' own width."""
@@ -176,6 +177,6 @@ class Mixture(nn.Module):
     def _shared(self, x: Tensor, step: Step) -> Tensor | None:
         """[T, D] the shared expert's output; None without one."""
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            out = self.shared_expert(x, step)
+            out = self.shared_expert(x, step.inner)
             return step.ops.sigmoid_mul(self.shared_expert_gate(x, step.ops).expand_as(out), out)
         return None if self.shared_experts is None else self.shared_experts(x, step)

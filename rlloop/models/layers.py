@@ -48,9 +48,15 @@ class Step:
     context: ParallelContext
     _: KW_ONLY
     recomputed: bool = False  # the layer is made again in the backward pass
+    unread: bool = False  # this is that: nothing reads what the layer returns, only what it saves for its gradient
     even: bool = False  # all ranks have the same number of tokens, so the host need not exchange sizes
     selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
     read: Tensor | None = None  # [R] int64: the tokens whose results are read, in the last layer, if not all are
+
+    @property
+    def inner(self) -> Step:
+        """The step of what the layer itself reads."""
+        return replace(self, unread=False) if self.unread else self
 
     def of_slots(self, slots: Tensor) -> Step:
         """The same step for other rows, whose adapters are in these slots."""
@@ -87,16 +93,19 @@ class Linear(nn.Module):
             return ops.linear(x, self.weight, self.bias, self.across)
         return cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, None)
 
-    def whole(self, x: Tensor, ops: Ops, columns: Division | None = None, then_norm: bool = False) -> Tensor:
+    def whole(
+        self, x: Tensor, ops: Ops, columns: Division | None = None, then_norm: bool = False, unread: bool = False
+    ) -> Tensor:
         """All outputs [T, N], on every rank. `columns`: those of x that each rank has; None: x is whole.
 
-        `then_norm`: nothing reads them before `normed` or `PeerGathers.settle`.
+        `then_norm`: nothing reads them before `normed` or `PeerGathers.settle`; `unread`: nothing does
+        (`Ops.unread_linear`).
         """
         if self.rows is None:
-            return ops.linear(x, self.weight, self.bias, self.across)
+            return (ops.unread_linear if unread else ops.linear)(x, self.weight, self.bias, self.across)
         if torch.is_grad_enabled():
-            own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns)
-            return gathered(own, self.rows)
+            own = cut_linear(ops, x, self.weight, self.bias, self.rows, self.across, columns, unread)
+            return gathered(own, self.rows, unread=unread)
         if (peers := self.peers(x, ops, columns)) is not None:
             x = x if columns is None else peers.gather(x, columns)
             plain = type(ops) is Ops and ops.norms_sums  # subclasses depart
@@ -148,7 +157,8 @@ class PlainMlp(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.down_proj.whole(step.ops.relu_squared(self.up_proj(x, step.ops)), step.ops, self.inner)
+        inner = step.ops.relu_squared(self.up_proj(x, step.ops))
+        return self.down_proj.whole(inner, step.ops, self.inner, unread=step.unread)
 
 
 class Mlp(nn.Module):
@@ -178,4 +188,4 @@ class Mlp(nn.Module):
             gated = ops.gated_linear(x, gate.weight, up.weight)
         else:
             gated = ops.silu_mul(gate(x, ops), up(x, ops))
-        return self.down_proj.whole(gated, ops, self.inner, self.then_norm)
+        return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)

@@ -196,7 +196,7 @@ class Mamba(_ByHead):
         gated = gated.unflatten(-1, (mamba.num_groups, -1))
         ones = torch.ones(gated.shape[-1], dtype=gated.dtype, device=x.device)
         normed = ops.rms_norm(gated, ones, self.eps)[0].flatten(1).to(x.dtype)
-        return self.out_proj.whole(normed * each_row(self.norm.weight, len(x)), ops)
+        return self.out_proj.whole(normed * each_row(self.norm.weight, len(x)), ops, unread=step.unread)
 
 
 def _carried(step: Step, layer: int, name: str) -> RecurrentState | None:

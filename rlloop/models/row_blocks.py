@@ -20,6 +20,7 @@ from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.layout import Factors
 from rlloop.numerics.ops import Ops
 
+Make = Callable[[Tensor, Sequence[Tensor], bool], Tensor]
 ROWS = 32768  # of a block, and of the longest sequence that is made whole
 
 
@@ -37,36 +38,40 @@ def in_blocks(mlp: nn.Module, x: Tensor, step: Step) -> Tensor:
     adapted = {name: pair[0] for name, each in weights.items() if (pair := ops.adapted(each))}
     ranks = {name: each.ranks for name, each in adapted.items()}
 
-    def make(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
+    def make(rows: Tensor, leaves: Sequence[Tensor], unread: bool) -> Tensor:
+        of_rows = replace(step, unread=unread)
         own, factors = dict(zip(trained, leaves, strict=False)), leaves[len(trained) :]
         if ops.adapters is None or not ranks:
-            return functional_call(mlp, own, (rows, step))
+            return functional_call(mlp, own, (rows, of_rows))
         of = {
             id(own.get(name, weights[name])): Factors(down, up, ranks[name])
             for name, down, up in zip(ranks, factors[::2], factors[1::2], strict=True)
         }
-        return functional_call(mlp, own, (rows, replace(step, ops=ops.with_adapters(ops.adapters.with_factors(of)))))
+        return functional_call(mlp, own, (rows, replace(of_rows, ops=ops.with_adapters(ops.adapters.with_factors(of)))))
 
     pairs = [factor for each in adapted.values() for factor in (each.down, each.up)]
-    return _InBlocks.apply(x, make, *trained.values(), *pairs)
+    return _InBlocks.apply(x, make, step.unread, *trained.values(), *pairs)
 
 
 class _InBlocks(torch.autograd.Function):
-    """x [T, D], `make(rows, tensors)`, and the tensors besides x that it is differentiated by -> [T, D]."""
+    """x [T, D], `make(rows, tensors, unread)`, and the tensors besides x that it is differentiated by -> [T, D].
+
+    `unread`: nothing reads the result, nor that of a block made again, so it has no values.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor, Sequence[Tensor]], Tensor], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, make: Make, unread: bool, *tensors: Tensor) -> Tensor:
         ctx.make = make
         ctx.save_for_backward(x, *tensors)
         out = torch.empty_like(x)
-        for at in range(0, len(x), ROWS):
-            out[at : at + ROWS] = make(x[at : at + ROWS], tensors)
+        for at in range(0, 0 if unread else len(x), ROWS):
+            out[at : at + ROWS] = make(x[at : at + ROWS], tensors, False)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, *tensors), (grad,), needs = ctx.saved_tensors, grads, ctx.needs_input_grad
-        leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs[2:], strict=True)]
+        leaves = [each.detach().requires_grad_(need) for each, need in zip(tensors, needs[3:], strict=True)]
         wanted = [each for each in leaves if each.requires_grad]
         for each in wanted:
             each.grad_dtype = torch.promote_types(each.dtype, torch.float32)
@@ -75,10 +80,10 @@ class _InBlocks(torch.autograd.Function):
         for at in range(0, len(x), ROWS):
             rows = x[at : at + ROWS].detach().requires_grad_(needs[0])
             with torch.enable_grad():
-                out = ctx.make(rows, leaves)
+                out = ctx.make(rows, leaves, True)
             found = list(torch.autograd.grad(out, [rows] * needs[0] + wanted, grad[at : at + ROWS]))
             if grad_x is not None:
                 grad_x[at : at + ROWS] = found.pop(0)
             sums = [total.add_(part) for total, part in zip(sums, found, strict=True)] if sums else found
         each = iter(sums)
-        return grad_x, None, *(next(each) if need else None for need in needs[2:])  # autograd rounds the sums
+        return grad_x, None, None, *(next(each) if need else None for need in needs[3:])  # autograd rounds the sums

@@ -42,10 +42,13 @@ class _CutLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, columns: Division | None,
         z: Tensor | None, up: Tensor | None, slots: Tensor | None, ranks: Tensor | None,
+        unread: bool,
     ) -> Tensor:  # fmt: skip
         whole = x if columns is None else columns.gather(x, 1)
         ctx.save_for_backward(whole, weight, z, up, slots)
         ctx.rows, ctx.columns = rows, columns
+        if unread:
+            return x.new_empty(len(x), len(weight))
         if z is None or up is None or slots is None or ranks is None:
             return operators.linear(whole, weight, bias)
         return operators.linear_with_terms(whole, weight, bias, whole.dtype, z, up, True, slots, ranks)
@@ -64,7 +67,7 @@ class _CutLinear(torch.autograd.Function):
         if z is not None and (needs[5] or needs[6]):
             of_z, of_up = terms_gradients(PRODUCTS, every, z, rows.gather(up, 1), True, slots, gradient_type(up))
             of_up = rows.take(of_up, 1)
-        return grad_x, grad_weight, grad_bias, None, None, of_z, of_up, None, None
+        return grad_x, grad_weight, grad_bias, None, None, of_z, of_up, None, None, None
 
 
 def _input_gradient(
@@ -79,16 +82,17 @@ def _input_gradient(
 
 
 def cut_linear(
-    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, across: bool, columns: Division | None
-) -> Tensor:
+    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Division, across: bool, columns: Division | None,
+    unread: bool = False,
+) -> Tensor:  # fmt: skip
     """`Ops.linear` of this rank's rows of weight and bias: its outputs, differentiable. `columns`: of x, of which each
-    rank has its own; None: x is whole on every rank."""
+    rank has its own; None: x is whole on every rank. `unread`: see `Ops.unread_linear`."""
     if adapted := ops.adapted(weight):
         factors, which = adapted
         z = operators.reduced(gathered(x, columns), factors.down, which)
-        return _CutLinear.apply(x, weight, bias, rows, columns, z, factors.up, which.slots(z), factors.ranks)
+        return _CutLinear.apply(x, weight, bias, rows, columns, z, factors.up, which.slots(z), factors.ranks, unread)
     if ops.profile.linear == "rlloop" and not (across and ops.profile.tp_segments != "1"):
-        return _CutLinear.apply(x, weight, bias, rows, columns, *[None] * 4)
+        return _CutLinear.apply(x, weight, bias, rows, columns, *[None] * 4, unread)
     # Other implementations: the whole product on every rank, since their gradients' sums are unknown.
     whole_bias = None if bias is None else gathered(bias, rows, 0)
     return taken(ops.linear(gathered(x, columns), gathered(weight, rows, 0), whole_bias, across), rows)

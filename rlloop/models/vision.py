@@ -86,6 +86,7 @@ class TowerStep:
     rope: tuple[Tensor, Tensor]  # cos and sin of each patch [P, head_dim / 2]
     places: Tensor  # [P] int64: rows of these tables
     ops: Ops
+    unread: bool = False  # as `layers.Step`'s
 
 
 class Biased(Weight):
@@ -126,8 +127,9 @@ class VisionMlp(nn.Module):
         self.linear_fc1 = Linear(config.hidden_size, config.intermediate_size, True)
         self.linear_fc2 = Linear(config.intermediate_size, config.hidden_size, True)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return self.linear_fc2(ops.gelu(self.linear_fc1(x, ops), True), ops)
+    def forward(self, x: Tensor, step: TowerStep) -> Tensor:
+        ops = step.ops
+        return self.linear_fc2.whole(ops.gelu(self.linear_fc1(x, ops), True), ops, unread=step.unread)
 
 
 class VisionBlock(nn.Module):
@@ -140,7 +142,7 @@ class VisionBlock(nn.Module):
         """The sum of delta and stream is this block's input, and that of the two results its output."""
         normed, stream = self.norm1.of_sum(delta, stream, step.ops)
         normed, stream = self.norm2.of_sum(self.attn(normed, step), stream, step.ops)
-        return self.mlp(normed, step.ops), stream
+        return self.mlp(normed, step), stream
 
 
 class Merger(nn.Module):

@@ -88,6 +88,16 @@ class Ops:
         rounded = self._as.linear if self.profile.all_reduce == "rounded_chain" else None
         return sum_over_ranks(x, weight, bias, self._ranks, rounded, self._rank_sums)
 
+    def unread_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
+        """`linear`, where nothing reads the result and only its gradient is wanted: its values may be undefined."""
+        if type(self) is not Ops or self.profile.linear != "rlloop" or (across and self._ranks > 1):
+            return self.linear(x, weight, bias, across)
+        if isinstance(weight, Fp8Weight):
+            return operators.fp8_linear(x, weight, bias, unread=True)
+        if adapted := self.adapted(weight):
+            return operators.adapted_linear(x, weight, bias, *adapted, x.dtype, unread=True)
+        return operators.unread_linear(x, weight, bias)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Root-mean-square norm of `x + residual`. x [..., D] -> (normed [..., D], the sum itself [..., D]).
 
@@ -275,6 +285,12 @@ class Ops:
         `profile.expert_combine` says when it is rounded: once at the end, or each product and each sum.
         """
         return self._as.combine(slots, chosen, weights, shared, self.profile.expert_combine == "bf16_each")
+
+    def unread_combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
+        """`combine`, as `unread_linear` is `linear`."""
+        if type(self) is not Ops or self.profile.combine != "rlloop":
+            return self.combine(slots, chosen, weights, shared)
+        return operators.unread_combine(slots, chosen, weights, shared, self.profile.expert_combine == "bf16_each")
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: RecurrentState | None

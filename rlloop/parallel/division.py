@@ -160,13 +160,16 @@ def end_to_end(divisions: Sequence[Division]) -> Division:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, division: Division, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, division: Division, dim: int, unread: bool) -> Tensor:
         ctx.division, ctx.dim = division, dim
+        if unread:
+            dim %= shard.ndim
+            return shard.new_empty(*shard.shape[:dim], division.count, *shard.shape[dim + 1 :])
         return division.gather(shard, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.division.take(grads[0], ctx.dim), None, None
+        return ctx.division.take(grads[0], ctx.dim), None, None, None
 
 
 class _Taken(torch.autograd.Function):
@@ -180,11 +183,12 @@ class _Taken(torch.autograd.Function):
         return ctx.division.gather(grads[0], ctx.dim), None, None
 
 
-def gathered(shard: Tensor, division: Division | None, dim: int = -1) -> Tensor:
-    """The whole tensor, on every rank. Differentiable; without a division, the tensor itself."""
+def gathered(shard: Tensor, division: Division | None, dim: int = -1, unread: bool = False) -> Tensor:
+    """The whole tensor, on every rank. Differentiable; without a division, the tensor itself. `unread`: only its
+    gradient is wanted, so nothing is copied and its values are undefined."""
     if division is None:
         return shard
-    return _Gathered.apply(shard, division, dim) if torch.is_grad_enabled() else division.gather(shard, dim)
+    return _Gathered.apply(shard, division, dim, unread) if torch.is_grad_enabled() else division.gather(shard, dim)
 
 
 def taken(whole: Tensor, division: Division | None, dim: int = -1) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -131,11 +132,14 @@ def make_step_batch(
     batch: Sequence[Sample | TrainSequence],
     *,
     max_batch_tokens: int,
+    multiple: int = 1,
     old_logprobs: Sequence[np.ndarray] | None = None,
     device: torch.device | str = "cpu",
     share: bool = False,
 ) -> StepBatch:
     """Flatten a batch. `share`: a micro-batch computes a prompt that sequences in a row have in common once.
+
+    `multiple`: the number of micro-batches is a multiple of it, as far as there are sequences, and they are even.
 
     Raises `ConfigError` for a batch without trained tokens, a sequence above the budget, or rollout logprobs that only
     some of the sequences have.
@@ -162,7 +166,7 @@ def make_step_batch(
         for item in sequences
     ]
     shared = shared_tokens(rows) if share else [0] * len(rows)
-    micro_batches = _split([len(row.token_ids) for row in rows], shared, counts, max_batch_tokens)
+    micro_batches = _split([len(row.token_ids) for row in rows], shared, counts, max_batch_tokens, multiple)
     for micro in micro_batches:
         shared[micro.sequences.start] = 0  # the first one computes its prompt
     return StepBatch(
@@ -180,19 +184,31 @@ def make_step_batch(
     )
 
 
-def _split(lengths: list[int], shared: list[int], counts: list[int], budget: int) -> list[MicroBatch]:
-    """Fill each micro-batch in batch order up to `budget` tokens to compute; only lengths and what is shared decide."""
+def _split(lengths: list[int], shared: list[int], counts: list[int], budget: int, multiple: int) -> list[MicroBatch]:
+    """Fill each micro-batch in batch order up to `budget` tokens to compute, then as many as make a `multiple` up to
+    the least number of tokens that holds all. Only lengths and what is shared decide, never the number of ranks."""
     if max(lengths) > budget:
         raise ConfigError(
             f"trainer.max_batch_tokens is {budget}, and a sequence of {max(lengths)} tokens does not fit; "
             f"set it to at least {max(lengths)}, or make prompts or rollout.max_tokens shorter"
         )
+    cuts = _cuts(lengths, shared, budget, 1)
+    if multiple > 1:
+        count, least = min(-(-(len(cuts) - 1) // multiple) * multiple, len(lengths)), max(lengths)
+        tried = range(least, budget)
+        at = bisect_left(tried, True, key=lambda most: len(_cuts(lengths, shared, most, count)) - 1 <= count)
+        cuts = _cuts(lengths, shared, least + at, count)
+    offset = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    return [MicroBatch(slice(a, b), slice(offset[a], offset[b])) for a, b in pairwise(cuts)]
+
+
+def _cuts(lengths: list[int], shared: list[int], most: int, count: int) -> list[int]:
+    """Where micro-batches of at most `most` tokens begin, and the end; at least `count` of them."""
     cuts, filled = [0], 0
     for index, (length, known) in enumerate(zip(lengths, shared, strict=True)):
-        if filled + length - known > budget:
+        scarce = index > cuts[-1] and len(lengths) - index <= count - len(cuts)  # a sequence for each that is missing
+        if scarce or filled + length - known > most:
             cuts.append(index)
             filled, known = 0, 0
         filled += length - known
-    cuts.append(len(lengths))
-    offset = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    return [MicroBatch(slice(a, b), slice(offset[a], offset[b])) for a, b in pairwise(cuts)]
+    return [*cuts, len(lengths)]

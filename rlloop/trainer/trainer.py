@@ -313,7 +313,10 @@ class Trainer:
             engine.sleep()
         share = (self.config.share_prompts if share is None else share) and not self.moe.replay
         budget, device = self.config.max_batch_tokens, self.model.context.device
-        return make_step_batch(batch, max_batch_tokens=budget, old_logprobs=old_logprobs, device=device, share=share)
+        return make_step_batch(
+            batch, max_batch_tokens=budget, multiple=self.config.micro_batch_multiple, old_logprobs=old_logprobs,
+            device=device, share=share,
+        )  # fmt: skip
 
     def _begin(self) -> None:
         if not self._has_gradient:

@@ -20,8 +20,8 @@ from rlloop.numerics.operators.masked_attention import (
     select,
     sparse_attention,
 )
-from rlloop.numerics.operators.mixture import combine, experts, route, router_logits
-from rlloop.numerics.operators.products import head_linear, linear
+from rlloop.numerics.operators.mixture import combine, experts, route, router_logits, unread_combine
+from rlloop.numerics.operators.products import head_linear, linear, unread_linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
 from rlloop.numerics.operators.vision import full_attention, gelu, layer_norm
 
@@ -60,4 +60,6 @@ __all__ = [
     "sparse_attention",
     "token_logprob",
     "token_redraw",
+    "unread_combine",
+    "unread_linear",
 ]

@@ -18,7 +18,7 @@ from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.kernels.terms import Products, terms_gradients
 from rlloop.numerics.layout import AdapterSlots, Factors, offsets_of
 from rlloop.numerics.operators.elementwise import silu_mul
-from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.library import operator, without_result
 from rlloop.numerics.operators.mixture import AddBias, Spread, clamped_glu
 from rlloop.numerics.operators.products import (
     gradient_type,
@@ -63,6 +63,7 @@ linear_with_terms = operator(
     _linear_backward,
     _linear_setup,
 )
+unread_with_terms = without_result(linear_with_terms)
 
 
 def _grouped_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -97,9 +98,10 @@ def reduced(x: Tensor, down: Tensor, which: AdapterSlots) -> Tensor:
 
 
 def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors, which: AdapterSlots, dtype: torch.dtype
-) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, factors: Factors, which: AdapterSlots, dtype: torch.dtype,
+    unread: bool = False,
+) -> Tensor:  # fmt: skip
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`, with each row's adapter. `unread`: `without_result`."""
     if not torch.is_grad_enabled():
         kernels = kernels_for(x.device)
         one = None if is_packed(weight) else kernels.adapted_products
@@ -108,7 +110,8 @@ def adapted_linear(
         if kernels.adapted_rows is not None and not which.uniform:
             return kernels.adapted_rows(x, weight, bias, dtype, factors, which)
     z = reduced(x, factors.down, which)
-    return linear_with_terms(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
+    multiply = unread_with_terms if unread else linear_with_terms
+    return multiply(x, weight, bias, dtype, z, factors.up, True, which.slots(x), factors.ranks)
 
 
 def adapted_experts(

@@ -28,8 +28,10 @@ def _product(x: Tensor, weight: Fp8Weight, offsets: Tensor | None, dtype: torch.
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Fp8Weight, bias: Tensor | None, unread: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if unread:
+            return x.new_empty(len(x), len(weight))
         out = _product(x, weight, None, x.dtype if bias is None else torch.float32)
         return out if bias is None else (out + bias.float()).to(x.dtype)
 
@@ -41,7 +43,7 @@ class _Linear(torch.autograd.Function):
         grad_bias = None
         if needs[2]:
             grad_bias = product(torch.ones(1, len(grad), device=grad.device), True, grad, False, weight.dtype)[0]
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -58,9 +60,12 @@ class _Grouped(torch.autograd.Function):
         return grad_rows, grad_weight, None
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N] in the type of x; the bias is added before the one rounding."""
-    return _Linear.apply(x, weight, bias)
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, unread: bool = False) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] -> [T, N] in the type of x; the bias is added before the one rounding.
+
+    `unread`: as `library.without_result`.
+    """
+    return _Linear.apply(x, weight, bias, unread)
 
 
 def fp8_linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

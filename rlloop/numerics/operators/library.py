@@ -11,6 +11,7 @@ from rlloop.numerics.kernels import follow_registrations, kernel
 _library = torch.library.Library("rlloop", "FRAGMENT")
 _kernels: dict[str, str] = {}  # operator -> the function of `protocol.Kernels` that it runs
 _device_types: list[str] = []
+_differentiable: dict[Any, tuple[Any, Any, Any]] = {}  # operator -> its fake, backward and setup
 
 
 def operator(schema: str, fake: Any, backward: Any = None, setup: Any = None, *, kernel: str | None = None) -> Any:
@@ -25,9 +26,24 @@ def operator(schema: str, fake: Any, backward: Any = None, setup: Any = None, *,
     for device_type in _device_types:
         _implement(name, device_type)
     torch.library.register_fake(f"rlloop::{name}", fake, lib=_library)
+    made = getattr(torch.ops.rlloop, name).default
     if backward is not None:
         torch.library.register_autograd(f"rlloop::{name}", backward, setup_context=setup, lib=_library)
-    return getattr(torch.ops.rlloop, name).default
+        _differentiable[made] = fake, backward, setup
+    return made
+
+
+def without_result(operator: Any) -> Any:
+    """The same without its kernel, where nothing reads the result: it saves the same tensors and has the same gradient,
+    and the result's values are undefined. Not of one whose `setup` saves results."""
+    fake, backward, setup = _differentiable[operator]
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        setup(ctx, inputs, None)
+        return fake(*inputs)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Unread", (torch.autograd.Function,), members).apply
 
 
 def _implement(name: str, device_type: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.layout import offsets_of
 from rlloop.numerics.operators.elementwise import sigmoid_mul, silu_mul
-from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.library import operator, without_result
 from rlloop.numerics.operators.products import grouped_linear, grouped_weight_gradient, linear, linear_float32
 from rlloop.numerics.packed import is_packed
 from rlloop.numerics.routing import Clamped, Routing
@@ -176,3 +176,4 @@ combine = operator(
     _combine_backward,
     _combine_setup,
 )
+unread_combine = without_result(combine)

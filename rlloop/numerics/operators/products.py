@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.library import operator, without_result
 
 product = operator(
     "product(Tensor rows, bool by_row, Tensor lanes, bool lanes_by_row, ScalarType dtype) -> Tensor",
@@ -43,6 +43,7 @@ linear = operator(
     _linear_backward,
     _linear_setup,
 )
+unread_linear = without_result(linear)
 linear_float32 = operator(  # the float32 sums themselves, not rounded to the type of x
     "linear_float32(Tensor x, Tensor weight) -> Tensor",
     lambda x, weight: x.new_empty(len(x), len(weight), dtype=torch.float32),

@@ -14,6 +14,7 @@ from rlloop.errors import ConfigError, ModelError
 from rlloop.models import new_model, read_state, save_model
 from rlloop.models.fp8 import quantised_names
 from rlloop.models.fp8_files import save_fp8
+from rlloop.numerics import operators
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
@@ -81,6 +82,19 @@ def test_engine_trainer_and_replica_have_the_same_bits(tmp_path, kind, dtype):
         samples = [as_sample(index, each, float(rng.normal())) for index, each in enumerate(made)]
         assert different(samples, list(trainer.forward_backward(samples, get_loss("grpo")).logprobs)) == 0
         assert trainer.optim_step()["loss/grad_norm"] > 0
+
+
+def test_layers_made_again_have_the_same_gradient(tmp_path, monkeypatch):
+    model = load_model(folder_of(tmp_path / "base", WIDE), dtype="bfloat16", quantize="fp8")
+    found, products, multiply = [], [], operators.fp8._product
+    monkeypatch.setattr(operators.fp8, "_product", lambda *inputs: products.append(inputs) or multiply(*inputs))
+    for every in (0, 1):
+        model.checkpoint_layers = every
+        model.zero_grad()
+        torch.cat(token_logprobs(model, [([5, 6, 7], [8, 9])])).sum().backward()
+        found.append([each.grad.clone() for each in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(products) == (7 + 7 + 6) * model.config.num_layers, "the last one is not made again"
 
 
 def test_masters_move_by_less_than_8_bits_hold_and_resume_exactly(tmp_path):

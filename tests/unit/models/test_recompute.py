@@ -15,7 +15,9 @@ from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import Model, ScoreRow, recompute, score
+from rlloop.models.adapter_weights import Adapter
 from rlloop.trainer import Trainer
+from tests.support.adapters import random_adapter
 from tests.support.checkpoints import EVERY, make_checkpoint
 from tests.support.train_sequences import gradients, make_groups
 
@@ -66,6 +68,48 @@ def test_every_family_keeps_its_bits(tmp_path: Path, family: str, dtype: str) ->
         if setting[1]:
             assert counts["attention"] == counts["sparse_attention"] == 0
     assert others[0][1]["attention"] + others[0][1]["sparse_attention"] == len(model.config.attention_layers)
+
+
+# By family, of a forward's products (linear) and sums of experts (combine): those that a backward makes again no more.
+UNREAD = {
+    "qwen3": (2, 0), "qwen2": (2, 0), "llama": (2, 0), "gpt_oss": (0, 2), "qwen3_moe": (0, 2), "minimax_m2": (0, 2),
+    "deepseek_v3": (2, 1), "deepseek_v32": (2, 1), "glm_moe_dsa": (3, 2), "qwen3_5_moe": (0, 2),
+    "nemotron_h": (5, 0),  # the ends of a recurrence, a shared expert, a latent, attention and an MLP
+}  # fmt: skip
+
+
+def not_again(model: Model, *operators: str) -> tuple[int, ...]:
+    model.checkpoint_layers = 1
+    with Calls() as forward:
+        logprobs = torch.cat(token_logprobs(model, PAIRS))
+    with Calls() as backward:
+        logprobs.sum().backward()
+    return tuple(forward.counts[name] - backward.counts[name] for name in operators)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_results_that_nothing_reads_are_not_made_again(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    assert not_again(load_model(tmp_path), "linear", "combine") == UNREAD[family]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])
+def test_adapters_keep_their_bits(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    base = load_model(tmp_path, dtype="bfloat16")
+    for each in base.parameters():
+        each.requires_grad_(False)
+    model = base.with_adapter(Adapter(random_adapter(base, 3), base.adapter_targets()))
+    factors, found = list(model.adapter.named_parameters().values()), []
+    for every in (0, 1):
+        model.checkpoint_layers = every
+        for each in factors:
+            each.grad = None
+        torch.cat(token_logprobs(model, PAIRS)).sum().backward()
+        found.append([each.grad for each in factors])
+    assert all(each.any() for each in found[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not_again(model, "adapted_linear", "linear") == (UNREAD[family][0], 0), "but for A x, which is saved"
 
 
 def test_other_operations_keep_their_bits(tmp_path: Path) -> None:

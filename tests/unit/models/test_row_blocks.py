@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +111,33 @@ def test_of_inner_activations_one_block_is_alive(tmp_path: Path, monkeypatch: py
     torch.cat(token_logprobs(model, PAIRS)).sum().backward()
     assert longest
     assert max(longest) == 7
+
+
+def test_a_block_is_made_again_once_and_without_its_last_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path)
+    model, rows = load_model(tmp_path), Counter[str]()
+    model.checkpoint_layers = 1
+    monkeypatch.setattr(row_blocks, "ROWS", 7)
+    downs = {id(layer.mlp.down_proj.weight) for layer in model.model.layers.values()}
+    forward, linear = Mlp.forward, model.ops._as.linear
+
+    def made(mlp: Mlp, x: Tensor, step: Step) -> Tensor:
+        rows["mlp"] += len(x)
+        return forward(mlp, x, step)
+
+    def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows["down_proj"] += len(x) * (id(weight) in downs)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(Mlp, "forward", made)
+    monkeypatch.setattr(model.ops._as, "linear", multiplied)
+    logprobs = torch.cat(token_logprobs(model, PAIRS))
+    every = sum(len(prompt) + len(completion) - 1 for prompt, completion in PAIRS) * model.config.num_layers
+    assert rows == {"mlp": every, "down_proj": every}
+    logprobs.sum().backward()
+    assert rows == {"mlp": 2 * every, "down_proj": every}
 
 
 def test_bfloat16_sums_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,35 @@ def test_tokens_carry_float32_on_the_device_asked_for() -> None:
     assert {values.device.type for values in (*floats, step.sequence, step.mask) if values is not None} == {"meta"}
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 3, 4, 8])
+def test_even_micro_batches(multiple: int) -> None:
+    """A multiple of so many where there are the sequences, in order, none above the largest of the fewest."""
+    generator = np.random.default_rng(multiple)
+    for _ in range(60):
+        lengths = generator.integers(2, 40, generator.integers(1, 60)).tolist()
+        batch = [TrainSequence.supervised([1], [2] * (length - 1)) for length in lengths]
+
+        def cut(lengths: list[int] = lengths, batch: list[TrainSequence] = batch, **settings: int) -> list[list[int]]:
+            parts = make_step_batch(batch, max_batch_tokens=80, **settings).micro_batches
+            found = [lengths[part.sequences] for part in parts]
+            assert [length for part in found for length in part] == lengths
+            assert all(found)
+            return found
+
+        fewest, even = cut(), cut(multiple=multiple)
+        assert len(even) == min(-(-len(fewest) // multiple) * multiple, len(lengths))
+        assert max(map(sum, even)) <= max(map(sum, fewest))
+        if multiple == 1:
+            assert even == fewest
+
+
+def test_512_sequences_make_16_even_micro_batches() -> None:
+    batch = [TrainSequence.supervised([1], [2] * 383)] * 512
+    for multiple, counts in ((1, [42] * 12 + [8]), (4, [32] * 16), (3, [35] * 14 + [22]), (5, [35] * 14 + [22])):
+        parts = make_step_batch(batch, max_batch_tokens=16384, multiple=multiple).micro_batches
+        assert [part.sequences.stop - part.sequences.start for part in parts] == counts
+
+
 def test_micro_batches_hold_whole_sequences_in_order_under_the_budget() -> None:
     batch = [sample([1] * prompt, [2] * made, 1.0) for prompt, made in [(2, 3), (4, 1), (1, 5), (3, 3), (1, 1)]]
     step = make_step_batch(batch, max_batch_tokens=10)

@@ -93,6 +93,9 @@ def test_budgets_are_of_computed_tokens() -> None:
     assert [micro.sequences.stop for micro in make_step_batch(batch, max_batch_tokens=120).micro_batches] == [
         *range(1, 7)
     ]
+    even = make_step_batch(batch, max_batch_tokens=120, share=True, multiple=3)
+    assert [micro.sequences.stop for micro in even.micro_batches] == [2, 4, 6]
+    assert even.shared == [0, 64, 0, 64, 0, 64]
     with pytest.raises(ConfigError, match="a sequence of 80 tokens does not fit"):
         make_step_batch(batch, max_batch_tokens=79, share=True)
 
