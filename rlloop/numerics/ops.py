@@ -169,8 +169,10 @@ class Ops:
 
     def _adapted_products(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
         """`kernels.Kernels.adapted_products`; None where it is not for these."""
-        factors, work = [self.adapted(weight) for weight in weights], kernels_for(x.device).adapted_products
-        if self._adapters is None or is_packed(*weights) or None in factors or work is None:
+        factors = [self.adapted(weight) for weight in weights]
+        if self._adapters is None or is_packed(*weights) or None in factors:
+            return None
+        if (work := kernels_for(x.device).adapted_products) is None:
             return None
         return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self._adapters, gated)
 
