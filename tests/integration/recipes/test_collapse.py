@@ -106,7 +106,7 @@ def test_a_drifted_arm_beside_the_equal_one(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of Inductor's own imports
 @pytest.mark.parametrize("arm", ["stock_attention", "stock_linear", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_an_engine_that_differs_in_some_operations_alone(tmp_path, arm):
-    sizes = ("task.model.hidden_size=64", "task.model.intermediate_size=128")  # enough terms that their order shows
+    sizes = ("task.model.hidden_size=256", "task.model.intermediate_size=512")  # enough terms that their order shows
     assert train(f"arm={arm}", *sizes, "run.dir=run") == 0
     records = list(read_records(tmp_path / "run" / "metrics.jsonl"))[1:]
     assert sum(record["parity/tokens_different"] for record in records) > 0
