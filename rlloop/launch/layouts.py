@@ -22,7 +22,7 @@ from rlloop.rollout.vllm.stock_models import check_stock_model
 
 
 class Machine(NamedTuple):
-    """Where a rank of torchrun runs."""
+    """Host, local index and GPUs of a rank that torchrun started."""
 
     rank: int
     host: str

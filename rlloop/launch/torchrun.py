@@ -78,7 +78,7 @@ class Torchrun:
         return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
 
     def again(self, command: str) -> str:
-        """What starts `command` on as many processes again."""
+        """Shell command that starts `command` again on as many processes."""
         if self.neighbours not in (None, self.size):
             return f"on each machine, by torchrun as before, -m {command}"
         return f"torchrun --nproc-per-node {self.size} -m {command}"

@@ -1,4 +1,4 @@
-"""What engines and trainers ask of a model besides its numbers: its sizes, and what a layer keeps for each token."""
+"""A model's sizes, device and cache shapes, as engines and trainers ask for them."""
 
 from __future__ import annotations
 

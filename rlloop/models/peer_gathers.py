@@ -54,7 +54,7 @@ class PeerGathers:
         self._memory.rewind()
 
     def settle(self) -> None:
-        """What was gathered has arrived, for any reader."""
+        """Wait for the other GPUs' columns of the last product, if no reader of it has yet."""
         if (owed := self._taken()) is not None:
             self._kernels.meet(owed)
 

@@ -90,7 +90,7 @@ class Shares:
         return None
 
     def order(self, order: str) -> None:
-        """What the other ranks do next, if this is the first."""
+        """Broadcast the next operation to the other ranks; a no-op on all but the first."""
         if self.ranks.rank == 0:
             self.ranks.broadcast_object(order)
 

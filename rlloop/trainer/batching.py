@@ -203,7 +203,8 @@ def _split(lengths: list[int], shared: list[int], counts: list[int], budget: int
 
 
 def _cuts(lengths: list[int], shared: list[int], most: int, count: int) -> list[int]:
-    """Where micro-batches of at most `most` tokens begin, and the end; at least `count` of them."""
+    """Boundaries [n + 1] of n micro-batches, as indices of sequences: at most `most` tokens each (or one sequence), and
+    n at least `count`, or one a sequence."""
     cuts, filled = [0], 0
     for index, (length, known) in enumerate(zip(lengths, shared, strict=True)):
         scarce = index > cuts[-1] and len(lengths) - index <= count - len(cuts)  # a sequence for each that is missing

@@ -82,7 +82,7 @@ class StockVllmEngine(VllmEngine):
         super().set_version(version)
 
     def _parts(self, live: dict[str, Part]) -> Iterator[tuple[str, Tensor]]:
-        """What of the trainer's weights belongs into each of `live`, by name. Collective."""
+        """The slice of the trainer's weights for each of `live`, by name. Collective."""
         tp, store, config = self.model.context.tp, ParameterStore(self.model), self.model.config
         shapes = tp.gather_objects({name: tuple(part.shape) for name, part in live.items()})
         named = stored_shapes(store.shapes(), config.architecture).keys() ^ set[str]().union(*shapes)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from rlloop import Engine, load_model
 from rlloop.cli.main import main
@@ -32,18 +31,10 @@ def parity(tmp_path: Path, *arguments: object) -> tuple[int, dict]:
     return code, json.loads((tmp_path / "report" / "parity.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    make_image_checkpoint(made, "qwen3_vl_moe", dtype=torch.bfloat16, text={"num_experts_per_tok": 4})
-    add_processor(made)
-    return made
-
-
 def test_the_combine_moves_both_types_and_one_definition_neither(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    ours, other = str(folder), f"{folder}@rlloop,expert_combine=bf16_each"
+    ours, other = str(mixture), f"{mixture}@rlloop,expert_combine=bf16_each"
     code, report = parity(tmp_path, f"engine:{other}", ours, "--dtype", "bfloat16", "--require", *SMALL)
     assert code == 3
     code, report = parity(tmp_path, ours, other, "--dtype", "bfloat16", "--require", *SMALL)
@@ -82,20 +73,20 @@ def test_transformers_gets_the_same_pictures(tmp_path: Path, family: str) -> Non
     assert (code, list(report["by_type"]), report["text_only"]) == (0, ["all", "completion", "text", "image"], "")
 
 
-def test_a_difference_in_the_tower_alone_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_difference_in_the_tower_alone_is_named(mixture: Path, tmp_path: Path) -> None:
     """Layer norms with biases are the tower's: texts have the same bits."""
-    _, report = parity(tmp_path, folder, f"{folder}@rlloop,indexer=stock", *SMALL)
+    _, report = parity(tmp_path, mixture, f"{mixture}@rlloop,indexer=stock", *SMALL)
     found, first = report["by_type"], report["first_difference"]
     assert found["prompt"]["different"] == found["completion"]["different"] == 0
     assert min(found["image"]["different"], found["text"]["different"]) > 0
     assert (first["op"], first["where"], first["unit"]) == ("layer_norm", "visual.blocks.0.norm1", "patch")
-    _, report = parity(tmp_path, f"transformers:{folder}", f"{folder}@huggingface", "--dtype", "bfloat16", *SMALL)
+    _, report = parity(tmp_path, f"transformers:{mixture}", f"{mixture}@huggingface", "--dtype", "bfloat16", *SMALL)
     assert report["by_type"]["prompt"]["different"] == 0
     assert report["first_difference"]["where"].startswith("visual.")  # a convolution there
 
 
-def test_types_are_those_of_a_runs_metrics(folder: Path) -> None:
-    processor, model = ImageProcessor.of_folder(folder), load_model(folder)
+def test_types_are_those_of_a_runs_metrics(mixture: Path) -> None:
+    processor, model = ImageProcessor.of_folder(mixture), load_model(mixture)
     [sequence] = random_image_sequences(processor, range(3, 90), 1, 12, 256, marks=[START, 92])
     [scored] = Definition("", model).score([sequence])
     prompt = sequence.model_input
@@ -109,8 +100,8 @@ def test_types_are_those_of_a_runs_metrics(folder: Path) -> None:
     assert metrics["parity/k3_image"] == pytest.approx(np.expm1(0.25) - 0.25, rel=1e-5)
 
 
-def test_pictures_are_random_by_seed_and_fit(folder: Path) -> None:
-    processor = ImageProcessor.of_folder(folder)
+def test_pictures_are_random_by_seed_and_fit(mixture: Path) -> None:
+    processor = ImageProcessor.of_folder(mixture)
 
     def drawn(seed: int, most: int = 256, least: int = 256) -> list[ModelInput]:
         small = ImageProcessor(processor.vision, least)
@@ -129,45 +120,45 @@ def test_pictures_are_random_by_seed_and_fit(folder: Path) -> None:
 
 
 def test_a_side_without_images_is_named_and_texts_are_compared(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file, text = tmp_path / "theirs.jsonl", tmp_path / "text"
     rows = [{"prompt_ids": ids, "token_ids": [8, 9], "logprobs": [-4.0, -4.0]} for ids in ([5, 6], [5, START, PAD, 92])]
     file.write_text("\n".join(map(json.dumps, rows)))
-    _, report = parity(tmp_path, file, folder)
+    _, report = parity(tmp_path, file, mixture)
     assert f"{file} has token ids and no images" in report["text_only"]
     assert "Left out: 1" in report["text_only"]
     assert list(report["by_type"]) == ["all", "completion"]
     assert report["by_type"]["all"]["tokens"] == 2
     assert "Text alone is compared" in capsys.readouterr().out
     make_checkpoint(text)
-    _, report = parity(tmp_path, text, folder, *SMALL[:4])
+    _, report = parity(tmp_path, text, mixture, *SMALL[:4])
     assert f"{text} is a Qwen3ForCausalLM, which reads no images" in report["text_only"]
     assert list(report["by_type"]) == ["all", "prompt", "completion"]
-    _, report = parity(tmp_path, folder, folder, *SMALL[:4], "--images", "0")
+    _, report = parity(tmp_path, mixture, mixture, *SMALL[:4], "--images", "0")
     assert (list(report["by_type"]), report["text_only"]) == (["all", "prompt", "completion"], "")
     capsys.readouterr()
-    for sides, why in (((file, folder), "no images"), ((text, text), "neither side reads images")):
+    for sides, why in (((file, mixture), "no images"), ((text, text), "neither side reads images")):
         assert main(["parity", *map(str, sides), "--images", "2"]) == 2
         assert why in capsys.readouterr().err
     file.write_text(json.dumps(rows[1]))
-    assert main(["parity", str(file), str(folder)]) == 2
+    assert main(["parity", str(file), str(mixture)]) == 2
     assert "the images are not known" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_processor_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_is_named(mixture: Path, tmp_path: Path) -> None:
     make_image_checkpoint(tmp_path / "model", "qwen3_vl")
     assert not (tmp_path / "model" / FILE).exists()
     _, report = parity(tmp_path, tmp_path / "model", tmp_path / "model", *SMALL[:4])
     assert f"has no {FILE}" in report["text_only"]
 
 
-def test_a_runs_images_are_read_again(folder: Path, tmp_path: Path) -> None:
+def test_a_runs_images_are_read_again(mixture: Path, tmp_path: Path) -> None:
     sequences = random_image_sequences(
-        ImageProcessor.of_folder(folder), range(3, 90), 2, 20, TEXT["max_position_embeddings"]
+        ImageProcessor.of_folder(mixture), range(3, 90), 2, 20, TEXT["max_position_embeddings"]
     )
     prompts = [each.model_input for each in sequences if each.model_input is not None]
-    made = Engine(load_model(folder)).generate(prompts, SamplingParams(max_tokens=6, seed=3, ignore_eos=True))
+    made = Engine(load_model(mixture)).generate(prompts, SamplingParams(max_tokens=6, seed=3, ignore_eos=True))
     samples = [
         Sample(f"1/0/{index}", Example("e", each.prompt_ids, "", {}), each, "", RewardResult(0.0), 0)
         for index, each in enumerate(made)
@@ -175,11 +166,11 @@ def test_a_runs_images_are_read_again(folder: Path, tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as run:
         run.write_rollouts(1, rollout_rows(samples, ["trained"] * 2, [None] * 2, "e"))
         ImageStore(run.path).keep(image for prompt in prompts for image in prompt.images)
-    code, report = parity(tmp_path, tmp_path / "run", folder, "--require")
+    code, report = parity(tmp_path, tmp_path / "run", mixture, "--require")
     assert (code, report["by_type"]["text"]["tokens"]) == (0, 12)
 
 
-def test_the_doctor_points_to_it(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    assert read_config(folder).vision is not None
-    assert main(["doctor", "--model", str(folder), "--gpus", "1", "--memory", "8"]) == 0
-    assert f"rlloop parity engine:{folder} {folder} compares text and image tokens" in capsys.readouterr().out
+def test_the_doctor_points_to_it(mixture: Path, capsys: pytest.CaptureFixture) -> None:
+    assert read_config(mixture).vision is not None
+    assert main(["doctor", "--model", str(mixture), "--gpus", "1", "--memory", "8"]) == 0
+    assert f"rlloop parity engine:{mixture} {mixture} compares text and image tokens" in capsys.readouterr().out

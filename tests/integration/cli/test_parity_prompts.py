@@ -9,24 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image as pillow
 
 from rlloop.cli.main import main
 from rlloop.models.vision_processor import ImageProcessor
 from rlloop.parity_tool.sequences import read_prompts
 from tests.support.checkpoints import make_checkpoint
-from tests.support.image_models import END, PAD, START, add_processor, make_image_checkpoint
+from tests.support.image_models import END, PAD, START
 
 ASKED = [5, START, PAD, END, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    make_image_checkpoint(made, "qwen3_vl_moe", dtype=torch.bfloat16, text={"num_experts_per_tok": 4})
-    add_processor(made)
-    return made
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
@@ -60,13 +51,13 @@ def parity(tmp_path: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads((tmp_path / "report" / "parity.json").read_text())
 
 
-def test_a_files_pictures_are_compared_by_type(folder: Path, tmp_path: Path) -> None:
+def test_a_files_pictures_are_compared_by_type(mixture: Path, tmp_path: Path) -> None:
     file = written(
         tmp_path / "prompts", {"prompt_ids": ASKED, "token_ids": [8, 9, 10], "images": ["one.png"]},
         {"prompt_ids": [*ASKED, START, PAD, 4], "images": [str(tmp_path / "prompts" / "one.png"), uri(png(16, 16, 1))]},
         {"prompt_ids": [5, 6, 7], "token_ids": [8], "token_types": ["a", "a", "a", "b"]},
     )  # fmt: skip
-    first, second, text = read_prompts(file, lambda: ImageProcessor.of_folder(folder))
+    first, second, text = read_prompts(file, lambda: ImageProcessor.of_folder(mixture))
     assert first.model_input is not None
     assert second.model_input is not None
     assert text.model_input is None
@@ -74,16 +65,16 @@ def test_a_files_pictures_are_compared_by_type(folder: Path, tmp_path: Path) -> 
     assert len(second.model_input.images) == 2
     assert first.ids == [5, START, *[PAD] * 6, END, 6, 7, 8, 9, 10]
 
-    other = f"{folder}@rlloop,expert_combine=bf16_each"
-    code, report = parity(tmp_path, folder, other, "--dtype", "bfloat16", "--prompts", file, "--require")
+    other = f"{mixture}@rlloop,expert_combine=bf16_each"
+    code, report = parity(tmp_path, mixture, other, "--dtype", "bfloat16", "--prompts", file, "--require")
     assert (code, list(report["by_type"]), report["text_only"]) == (3, ["all", "text", "image", "a", "b"], "")
     assert report["by_type"]["image"]["tokens"] == 7 + 7 + 5
     assert report["by_type"]["image"]["k3"] > 1e-5
     assert report["first_difference"]["op"] == "combine"
-    for side in (f"engine:{folder}", folder):
-        code, report = parity(tmp_path, side, folder, "--dtype", "bfloat16", "--prompts", file, "--require")
+    for side in (f"engine:{mixture}", mixture):
+        code, report = parity(tmp_path, side, mixture, "--dtype", "bfloat16", "--prompts", file, "--require")
         assert (code, report["by_type"]["image"]["different"]) == (0, 0)
-    _, report = parity(tmp_path, f"transformers:{folder}", folder, "--prompts", file)
+    _, report = parity(tmp_path, f"transformers:{mixture}", mixture, "--prompts", file)
     assert 0 < report["by_type"]["image"]["k3"] < 1e-9
 
 
@@ -116,36 +107,41 @@ def test_a_files_pictures_are_compared_by_type(folder: Path, tmp_path: Path) -> 
 )  # fmt: skip
 @pytest.mark.parametrize("side", ["", "engine:"])
 def test_wrong_prompts_are_refused_by_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], message: str, side: str
+    mixture: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    row: dict[str, Any],
+    message: str,
+    side: str,
 ) -> None:
     file = written(tmp_path / "prompts", {"prompt_ids": ASKED, **row})
-    assert main(["parity", f"{side}{folder}", str(folder), "--prompts", str(file)]) == 2
+    assert main(["parity", f"{side}{mixture}", str(mixture), "--prompts", str(file)]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert message in printed
     assert len(printed) < 1000
 
 
 def test_sides_without_images_are_refused_by_name(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, logprobs = written(tmp_path / "prompts", {"prompt_ids": ASKED, "images": ["one.png"]}), tmp_path / "l.jsonl"
     logprobs.write_text(json.dumps({"prompt_ids": [5], "token_ids": [8], "logprobs": [-4.0]}))
     make_checkpoint(tmp_path / "text")
     text = tmp_path / "text"
     for sides, message in (
-        ((text, folder), "reads no images"),
+        ((text, mixture), "reads no images"),
         ((text, text), "reads no images"),
-        ((logprobs, folder), "has token ids and no images"),
-        ((folder, folder, "--images", 2), "the pictures of --prompts are its own"),
+        ((logprobs, mixture), "has token ids and no images"),
+        ((mixture, mixture, "--images", 2), "the pictures of --prompts are its own"),
     ):
         assert main(["parity", *map(str, sides), "--prompts", str(file)]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
-    (folder / "preprocessor_config.json").rename(folder / "aside")
+    (mixture / "preprocessor_config.json").rename(mixture / "aside")
     try:
-        assert main(["parity", str(folder), str(folder), "--prompts", str(file)]) == 2
+        assert main(["parity", str(mixture), str(mixture), "--prompts", str(file)]) == 2
         assert "has no preprocessor_config.json" in " ".join(capsys.readouterr().err.split())
         file.write_text(json.dumps({"prompt_ids": [5, 6, 7]}))
-        assert main(["parity", str(folder), str(folder), "--prompts", str(file)]) == 0
+        assert main(["parity", str(mixture), str(mixture), "--prompts", str(file)]) == 0
         assert "Text alone is compared" in capsys.readouterr().out
     finally:
-        (folder / "aside").rename(folder / "preprocessor_config.json")
+        (mixture / "aside").rename(mixture / "preprocessor_config.json")
