@@ -3,13 +3,13 @@
 Notation is that of `scan`, with chunks of `CHUNK` tokens: a backward's sums need no order but one that is the same in
 every run. With S the state before a chunk and g the gradient of its outputs, the forward is
 
-    N = T (beta v) - W S,  W = T (beta a k);  without the delta rule  N = beta v
+    N = T (beta (v - a k S));  without the delta rule  N = beta v
     out = a q S + P N,  P = D q k^T;  S' = a[last] S + (D[last] k)^T N
 
 and, with S' now standing for the gradient of the state that the chunk ends with, the backward
 
-    of N = P^T g + D[last] k S',  R = T^T of N, which without the delta rule is that of N
-    of S = a[last] S' + (a q)^T g - W^T of N;  of P = g N^T and of A = -R N^T where they are not 0
+    R = T^T (P^T g + D[last] k S'), without the delta rule without T
+    of S = a[last] S' + (a q)^T g - (beta a k)^T R;  of P = g N^T and of A = -R N^T where they are not 0
     of v = beta R;  of q = a g S^T + (D of P) k
     of k = D[last] N S'^T - beta a R S^T + (D of P)^T q + (B + B^T) k,  B = beta D of A
 
@@ -46,9 +46,9 @@ class Tiles(NamedTuple):
 
 TILES = {  # 0: the kernel has no such choice
     prepare: Tiles(64, 0, 4, 0),
-    invert: Tiles(64, 64, 4, 0),
+    invert: Tiles(0, 64, 4, 0),
     begin_states: Tiles(0, 32, 4, 2),
-    end_states: Tiles(0, 32, 4, 1),
+    end_states: Tiles(0, 32, 4, 2),
     of_values: Tiles(0, 32, 4, 2),
     of_keys: Tiles(64, 32, 4, 2),
     of_gates: Tiles(0, 0, 4, 0),
@@ -104,31 +104,30 @@ def _some_heads(
     prepare[(groups, slots)](
         q, k, decay, query_start, query_parts, key_parts, pairs, logs, sequences, heads, **options(prepare)
     )
-    inverses, kept, own, of_written, written, slopes = (pairs,) * 6  # not read
+    inverses, slopes, written, solved = (pairs,) * 4  # not read
     if corrects:
-        inverses, kept = parts(heads, CHUNK, CHUNK), parts(heads, CHUNK, keys)
-        own, of_written = room(heads, CHUNK, values), room(heads, CHUNK, values)
-        written, slopes = parts(heads, CHUNK, values), parts(heads, CHUNK, values)
+        inverses, slopes = parts(heads, CHUNK, CHUNK), room(heads, CHUNK, values)
+        written, solved = parts(heads, CHUNK, values), parts(heads, CHUNK, values)
         invert[(heads, slots)](
-            v, beta, grad, query_start, key_parts, pairs, logs, inverses, kept, own, of_written, sequences, heads,
-            **options(invert),
-        )  # fmt: skip
+            beta, grad, query_start, pairs, logs, inverses, slopes, sequences, heads, **options(invert)
+        )
     states, of_ends = parts(heads, keys, values), parts(heads, keys, values)
     begin_states[(values // min(TILES[begin_states].values, values), heads, sequences)](
-        v, beta, query_start, key_parts, logs, kept, own, written, states, heads, **options(begin_states)
+        v, beta, query_start, key_parts, logs, inverses, written, states, heads, **options(begin_states)
     )
     end_states[(values // min(TILES[end_states].values, values), heads, sequences)](
-        grad, query_start, query_parts, key_parts, logs, kept, of_written, slopes, of_ends, heads, **options(end_states)
-    )
+        beta, grad, query_start, query_parts, key_parts, logs, inverses, slopes, solved, of_ends, heads,
+        **options(end_states),
+    )  # fmt: skip
     of_pairs = room(heads, 4, CHUNK, CHUNK, dtype=torch.bfloat16)
     of_values[(heads, slots)](
-        v, beta, grad, query_start, key_parts, pairs, logs, inverses, written, slopes, of_ends, of_pairs, by_v,
-        by_decay, by_beta, sequences, heads, **options(of_values),
+        v, beta, grad, query_start, key_parts, pairs, logs, written, solved, of_ends, of_pairs, by_v, by_decay,
+        by_beta, sequences, heads, **options(of_values),
     )  # fmt: skip
     pieces = keys // min(TILES[of_keys].keys, keys)
     sums = torch.empty(pieces, slots, heads, 4, CHUNK, device=q.device)
     of_keys[(pieces, groups, slots)](
-        v, beta, grad, query_start, query_parts, key_parts, logs, written, slopes, states, of_ends, of_pairs, by_q,
+        v, beta, grad, query_start, query_parts, key_parts, logs, written, solved, states, of_ends, of_pairs, by_q,
         by_k, sums, sequences, heads, slots, **options(of_keys),
     )  # fmt: skip
     of_gates[(heads, slots)](

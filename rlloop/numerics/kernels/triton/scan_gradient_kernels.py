@@ -71,30 +71,30 @@ def _product(x, y):
 
 
 @triton.jit
-def _exact(x, y):
-    return tl.dot(x, y, input_precision="tf32x3")
-
-
-@triton.jit
-def _inverse(lower, CHUNK: tl.constexpr):
-    """(1 + lower)^-1 [C, C] of a strictly lower triangle: blocks of 16 by substitution, then pairs of blocks."""
+def _inverse(alike, log_at, betas_at, lower, scratch, count, HEADS: tl.constexpr, CHUNK: tl.constexpr):
+    """T = (1 + lower)^-1 [C, C]: blocks of 16 by substitution, then pairs of blocks. Transposed blocks stand in a
+    program's `scratch` meanwhile: columns of T are then a thread's, or its neighbours'."""
     PARTS: tl.constexpr = CHUNK // 16
-    part, n, i = tl.arange(0, PARTS), tl.arange(0, CHUNK), tl.arange(0, 16)
+    part, i, n = tl.arange(0, PARTS)[:, None], tl.arange(0, 16), tl.arange(0, CHUNK)
     row, column = n[:, None], n[None, :]
-    own = part[:, None, None, None] == part[None, None, :, None]
-    blocks = tl.sum(tl.where(own, lower.reshape(PARTS, 16, PARTS, 16), 0.0), 2)  # of the diagonal, [PARTS, 16, 16]
-    at, across = i[None, :, None], i[None, None, :]
-    inverse = tl.where(at == across, 1.0, tl.zeros((PARTS, 16, 16), tl.float32))
-    for t in range(1, 16):
-        weights = tl.sum(tl.where(at == t, blocks, 0.0), 1)
-        product = tl.sum(weights[:, :, None] * inverse, 1)
-        inverse = tl.where(at == t, inverse - product[:, None, :], inverse)
-    whole = tl.where(own, inverse[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
+    across = part * 16 + i[None, :]
+    log = tl.load(log_at + across)
+    blocks = tl.where(i[None, :, None] == i[None, None, :], 1.0, tl.zeros((PARTS, 16, 16), tl.float32))
+    for t in tl.static_range(1, 16):
+        at = part * 16 + t
+        weights = tl.load(alike + at * CHUNK + across) * tl.load(betas_at + at * HEADS, at < count, 0.0)
+        weights *= _fades(tl.load(log_at + at) - log, i[None, :] < t)
+        product = tl.sum(weights[:, None, :] * blocks, 2)
+        blocks = tl.where(i[None, None, :] == t, blocks - product[:, :, None], blocks)
+    tl.store(scratch + (part * 256)[:, :, None] + (i * 16)[None, :, None] + i[None, None, :], blocks)
+    tl.debug_barrier()
+    of_block = row // 16 == column // 16
+    whole = tl.load(scratch + row // 16 * 256 + column % 16 * 16 + row % 16, of_block, 0.0)
     for doubling in tl.static_range(2):
         near = (row // (32 << doubling) == column // (32 << doubling)) & (
             row // (16 << doubling) > column // (16 << doubling)
         )
-        whole -= _exact(whole, _exact(tl.where(near, lower, 0.0), whole))
+        whole -= _product(whole, _product(tl.where(near, lower, 0.0), whole))
     return whole
 
 
@@ -139,11 +139,10 @@ def prepare(
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def invert(
-    v, beta, grad, query_start, keys, pairs, logs, inverses, kept, own, of_written, sequences, heads,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr,
+    beta, grad, query_start, pairs, logs, inverses, slopes, sequences, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and head, with the delta rule: T, W, T (beta v), and P^T g, what readers say of written values."""
+    """Of a chunk and head, with the delta rule: T, and P^T g, what readers in the chunk say of its written values."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     slot, head = tl.program_id(1), tl.program_id(0)
@@ -151,39 +150,28 @@ def invert(
     if count > 0:
         place = slot.to(tl.int64) * heads + head
         pair = slot.to(tl.int64) * (heads // SHARE) + head // SHARE
-        n, i, j = tl.arange(0, CHUNK), tl.arange(0, PIECE), tl.arange(0, COLUMNS)
+        n, j = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
         row, column, there = n[:, None], n[None, :], n < count
         square = row * CHUNK + column
         log = tl.load(logs + place * CHUNK + n)
-        betas = tl.load(beta + (first + n) * HEADS + head, there, 0.0)
         fades = _fades(log[:, None] - log[None, :], row >= column)
-        alike = tl.load(pairs + pair * (2 * SQUARE) + SQUARE + square)
-        inverse = _inverse(tl.where(row > column, alike * fades * betas[:, None], 0.0), CHUNK)
+        alike_at, beta_at = pairs + pair * (2 * SQUARE) + SQUARE, beta + first * HEADS + head
+        lower = tl.load(alike_at + square) * fades * tl.load(beta_at + n * HEADS, there, 0.0)[:, None]
+        scratch = slopes + place * (CHUNK * VALUES)
+        inverse = _inverse(alike_at, logs + place * CHUNK, beta_at, lower, scratch, count, HEADS, CHUNK)
         _put(inverses + place * (2 * SQUARE) + square, inverse, SQUARE)
         faded, faded_low = _split((tl.load(pairs + pair * (2 * SQUARE) + square) * fades).T)
-        inverse *= betas[None, :]
-        solver, solver_low = _split(inverse)
         value_at = (first * HEADS + head) * WIDTH + row * (HEADS * WIDTH) + j[None, :]
         for piece in range(0, VALUES, COLUMNS):
             mask = there[:, None] & (piece + j < WIDTH)[None, :]
-            at = place * (CHUNK * VALUES) + row * VALUES + piece + j[None, :]
-            nothing = tl.zeros((CHUNK, COLUMNS), tl.float32)
-            value, value_low = _split(tl.load(v + value_at + piece, mask, 0.0))
-            tl.store(own + at, _plus(nothing, solver, solver_low, value, value_low))
             slope, slope_low = _split(tl.load(grad + value_at + piece, mask, 0.0))
-            tl.store(of_written + at, _plus(nothing, faded, faded_low, slope, slope_low))
-        solver, solver_low = _split(inverse * _two_to(log)[None, :])
-        for piece in range(0, KEYS, PIECE):
-            at = row * KEYS + piece + i[None, :]
-            key = tl.load(keys + pair * (2 * CHUNK * KEYS) + at)
-            key_low = tl.load(keys + pair * (2 * CHUNK * KEYS) + CHUNK * KEYS + at)
-            product = _plus(tl.zeros((CHUNK, PIECE), tl.float32), solver, solver_low, key, key_low)
-            _put(kept + place * (2 * CHUNK * KEYS) + at, product, CHUNK * KEYS)
+            product = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), faded, faded_low, slope, slope_low)
+            tl.store(slopes + place * (CHUNK * VALUES) + row * VALUES + piece + j[None, :], product)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def begin_states(
-    v, beta, query_start, keys, logs, kept, own, written, states, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    v, beta, query_start, keys, logs, inverses, written, states, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
     CORRECTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -191,6 +179,7 @@ def begin_states(
     begin with, and, with the delta rule, what they write."""
     SHARE: tl.constexpr = HEADS // GROUPS
     TILE: tl.constexpr = CHUNK * KEYS
+    SQUARE: tl.constexpr = CHUNK * CHUNK
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = tl.load(query_start + sequence)
     count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
@@ -198,8 +187,7 @@ def begin_states(
     slot = begin // CHUNK + sequence
     place = slot * heads + head
     key_at = keys + (slot * (heads // SHARE) + head // SHARE) * (2 * TILE) + n[:, None] * KEYS + i[None, :]
-    kept_at = kept + place * (2 * TILE) + n[:, None] * KEYS + i[None, :]
-    own_at = own + place * (CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
+    inverse_at = inverses + place * (2 * SQUARE) + n[:, None] * CHUNK + n[None, :]
     written_at = written + place * (2 * CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
     state_at = states + place * (2 * KEYS * VALUES) + i[:, None] * VALUES + j[None, :]
     log_at = logs + place * CHUNK
@@ -207,25 +195,26 @@ def begin_states(
     beta_at = beta + (begin + n) * HEADS + head
     state = tl.zeros((KEYS, COLUMNS), tl.float32)
     for chunk in tl.range(0, count, CHUNK, num_stages=STAGES):
+        there = chunk + n < count
         log, last = tl.load(log_at + n), tl.load(log_at + CHUNK - 1)
         high, low = _split(state)
         tl.store(state_at, high)
         tl.store(state_at + KEYS * VALUES, low)
-        if CORRECTS:
-            reader, reader_low = tl.load(kept_at), tl.load(kept_at + TILE)
-            read = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), reader, reader_low, high, low)
-            new = tl.load(own_at) - read
-            _put(written_at, new, CHUNK * VALUES)
-        else:
-            there = chunk + n < count
-            new = tl.load(value_at, there[:, None] & (j < WIDTH)[None, :], 0.0)
-            new *= tl.load(beta_at, there, 0.0)[:, None]
-        high, low = _split(new * _two_to(last - log)[:, None])
         key, key_low = tl.load(key_at), tl.load(key_at + TILE)
+        new = tl.load(value_at, there[:, None] & (j < WIDTH)[None, :], 0.0)
+        if CORRECTS:
+            read = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), key, key_low, high, low)
+            new -= read * _two_to(log)[:, None]
+        new *= tl.load(beta_at, there, 0.0)[:, None]
+        if CORRECTS:
+            high, low = _split(new)
+            inverse, inverse_low = tl.load(inverse_at), tl.load(inverse_at + SQUARE)
+            new = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), inverse, inverse_low, high, low)
+            _put(written_at, new, CHUNK * VALUES)
+        high, low = _split(new * _two_to(last - log)[:, None])
         state = _plus(state * _two_to(last), key.T, key_low.T, high, low)
         key_at += (heads // SHARE) * (2 * TILE)
-        kept_at += heads * (2 * TILE)
-        own_at += heads * (CHUNK * VALUES)
+        inverse_at += heads * (2 * SQUARE)
         written_at += heads * (2 * CHUNK * VALUES)
         state_at += heads * (2 * KEYS * VALUES)
         log_at += heads * CHUNK
@@ -235,14 +224,15 @@ def begin_states(
 
 @triton.jit(do_not_specialize=["heads"])
 def end_states(
-    grad, query_start, queries, keys, logs, kept, of_written, slopes, of_ends, heads, GROUPS: tl.constexpr,
+    beta, grad, query_start, queries, keys, logs, inverses, slopes, solved, of_ends, heads, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     COLUMNS: tl.constexpr, CORRECTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `begin_states`, from the last chunk to the first: gradients of the states that chunks end with, and, with the
-    delta rule, of what they write (`of_written`, as far as the chunk reads it, to `slopes`)."""
+    delta rule, R of them and of `slopes`, to `solved`."""
     SHARE: tl.constexpr = HEADS // GROUPS
     TILE: tl.constexpr = CHUNK * KEYS
+    SQUARE: tl.constexpr = CHUNK * CHUNK
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin = tl.load(query_start + sequence)
     count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
@@ -253,36 +243,39 @@ def end_states(
     key_place = (slot * (heads // SHARE) + head // SHARE) * (2 * TILE)
     key_at = keys + key_place + n[:, None] * KEYS + i[None, :]
     query_at = queries + key_place + n[:, None] * KEYS + i[None, :]
-    kept_at = kept + place * (2 * TILE) + n[:, None] * KEYS + i[None, :]
-    of_written_at = of_written + place * (CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
-    slope_at = slopes + place * (2 * CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
+    inverse_at = inverses + place * (2 * SQUARE) + n[:, None] * CHUNK + n[None, :]
+    slope_at = slopes + place * (CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
+    solved_at = solved + place * (2 * CHUNK * VALUES) + n[:, None] * VALUES + j[None, :]
     end_at = of_ends + place * (2 * KEYS * VALUES) + i[:, None] * VALUES + j[None, :]
     log_at = logs + place * CHUNK
     grad_at = grad + ((start + n) * HEADS + head)[:, None] * WIDTH + j[None, :]
+    beta_at = beta + (start + n) * HEADS + head
     of_state = tl.zeros((KEYS, COLUMNS), tl.float32)
     for turn in tl.range(0, chunks, num_stages=STAGES):
         there = n < count - (chunks - 1 - turn) * CHUNK
         log, last = tl.load(log_at + n), tl.load(log_at + CHUNK - 1)
+        since = _two_to(log)[:, None]
         high, low = _split(of_state)
         tl.store(end_at, high)
         tl.store(end_at + KEYS * VALUES, low)
-        slope = tl.load(grad_at, there[:, None] & (j < WIDTH)[None, :], 0.0)
-        slope, slope_low = _split(slope * _two_to(log)[:, None])
+        slope, slope_low = _split(tl.load(grad_at, there[:, None] & (j < WIDTH)[None, :], 0.0) * since)
         query, query_low = tl.load(query_at), tl.load(query_at + TILE)
         of_state = _plus(of_state * _two_to(last), query.T, query_low.T, slope, slope_low)
         if CORRECTS:
             key, key_low = tl.load(key_at), tl.load(key_at + TILE)
             read = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), key, key_low, high, low)
-            of_new = tl.load(of_written_at) + read * _two_to(last - log)[:, None]
-            _put(slope_at, of_new, CHUNK * VALUES)
-            high, low = _split(-of_new)
-            reader, reader_low = tl.load(kept_at), tl.load(kept_at + TILE)
-            of_state = _plus(of_state, reader.T, reader_low.T, high, low)
+            high, low = _split(tl.load(slope_at) + read * _two_to(last - log)[:, None])
+            inverse, inverse_low = tl.load(inverse_at), tl.load(inverse_at + SQUARE)
+            of_new = _plus(tl.zeros((CHUNK, COLUMNS), tl.float32), inverse.T, inverse_low.T, high, low)
+            _put(solved_at, of_new, CHUNK * VALUES)
+            high, low = _split(of_new * (-tl.load(beta_at, there, 0.0)[:, None] * since))
+            of_state = _plus(of_state, key.T, key_low.T, high, low)
         key_at -= (heads // SHARE) * (2 * TILE)
         query_at -= (heads // SHARE) * (2 * TILE)
-        kept_at -= heads * (2 * TILE)
-        of_written_at -= heads * (CHUNK * VALUES)
-        slope_at -= heads * (2 * CHUNK * VALUES)
+        inverse_at -= heads * (2 * SQUARE)
+        slope_at -= heads * (CHUNK * VALUES)
+        solved_at -= heads * (2 * CHUNK * VALUES)
         end_at -= heads * (2 * KEYS * VALUES)
         log_at -= heads * CHUNK
         grad_at -= CHUNK * HEADS * WIDTH
+        beta_at -= CHUNK * HEADS

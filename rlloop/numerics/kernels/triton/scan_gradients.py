@@ -10,12 +10,12 @@ from rlloop.numerics.kernels.triton.scan_gradient_kernels import _fades, _place,
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
 def of_values(
-    v, beta, grad, query_start, keys, pairs, logs, inverses, written, slopes, of_ends, of_pairs, by_v, by_decay, by_beta,
+    v, beta, grad, query_start, keys, pairs, logs, written, solved, of_ends, of_pairs, by_v, by_decay, by_beta,
     sequences, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk and head: gradients of values, of pairs of tokens (to `of_pairs`: of q k^T, then of k k^T), and what
-    pairs have of those of decays and beta. With the delta rule `slopes` become T^T of them."""
+    pairs have of those of decays and beta."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     slot, head = tl.program_id(1), tl.program_id(0)
@@ -28,10 +28,7 @@ def of_values(
         square, gate_at = row * CHUNK + column, (first + n) * HEADS + head
         log, last = tl.load(logs + place * CHUNK + n), tl.load(logs + place * CHUNK + CHUNK - 1)
         betas = tl.load(beta + gate_at, there, 0.0)
-        if CORRECTS:
-            inverse = tl.load(inverses + place * (2 * SQUARE) + square)
-            inverse_low = tl.load(inverses + place * (2 * SQUARE) + SQUARE + square)
-        else:
+        if not CORRECTS:
             fades = _fades(log[:, None] - log[None, :], row >= column)
             faded, faded_low = _split((tl.load(pairs + pair * (2 * SQUARE) + square) * fades).T)
             key_at = keys + pair * (2 * CHUNK * KEYS) + row * KEYS + i[None, :]
@@ -45,24 +42,20 @@ def of_values(
             at = place * (2 * CHUNK * VALUES) + row * VALUES + piece + j[None, :]
             slope, slope_low = _split(tl.load(grad + value_at + piece, mask, 0.0))
             value = tl.load(v + value_at + piece, mask, 0.0)
-            nothing = tl.zeros((CHUNK, COLUMNS), tl.float32)
             if CORRECTS:
                 new, new_low = tl.load(written + at), tl.load(written + at + CHUNK * VALUES)
-                given, given_low = tl.load(slopes + at), tl.load(slopes + at + CHUNK * VALUES)
-                solved = _plus(nothing, inverse.T, inverse_low.T, given, given_low)
-                given, given_low = _split(solved)
-                tl.store(slopes + at, given)
-                tl.store(slopes + at + CHUNK * VALUES, given_low)
+                given, given_low = tl.load(solved + at), tl.load(solved + at + CHUNK * VALUES)
                 of_lower = _plus(of_lower, given, given_low, new.T, new_low.T)
+                of_new = given.to(tl.float32) + given_low.to(tl.float32)
             else:
                 new, new_low = _split(value * betas[:, None])
                 end_at = of_ends + place * (2 * KEYS * VALUES) + i[:, None] * VALUES + piece + j[None, :]
-                solved = _plus(nothing, key, key_low, tl.load(end_at), tl.load(end_at + KEYS * VALUES))
-                solved *= _two_to(last - log)[:, None]
-                solved = _plus(solved, faded, faded_low, slope, slope_low)
+                nothing = tl.zeros((CHUNK, COLUMNS), tl.float32)
+                of_new = _plus(nothing, key, key_low, tl.load(end_at), tl.load(end_at + KEYS * VALUES))
+                of_new = _plus(of_new * _two_to(last - log)[:, None], faded, faded_low, slope, slope_low)
             of_weights = _plus(of_weights, slope, slope_low, new.T, new_low.T)
-            tl.store(by_v + value_at + piece, solved * betas[:, None], mask)
-            of_betas += tl.sum(solved * value, 1)
+            tl.store(by_v + value_at + piece, of_new * betas[:, None], mask)
+            of_betas += tl.sum(of_new * value, 1)
         fades = _fades(log[:, None] - log[None, :], row >= column)
         of_fades = of_weights * tl.load(pairs + pair * (2 * SQUARE) + square)
         _put(of_pairs + place * (4 * SQUARE) + square, of_weights * fades, SQUARE)
