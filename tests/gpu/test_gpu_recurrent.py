@@ -111,7 +111,7 @@ def test_gradients_of_a_scan_are_the_references_and_repeat_themselves(shape, cor
     errors = [float((a.cpu() - b).norm() / b.norm()) for a, b in zip(made, wanted, strict=True)]
     print(f"scan backward {shape} {corrects}: errors {errors}")
     assert all(same_bits(a, b) for a, b in zip(made, again, strict=True))
-    assert max(errors) < 5e-6
+    assert max(errors) < 3e-5  # products of parts of 16 bits
 
 
 @pytest.mark.parametrize("biased", [False, True])
