@@ -101,10 +101,11 @@ _standing: dict[int, GpuRanks] = {}  # by number
 
 def _serve(end: Connection, kind: str, address: str, rank: int, size: int) -> None:
     """Does what it is told, until this process is killed."""
-    from rlloop.parallel.start import Place, process_group
+    from rlloop.parallel.start import process_group
 
     torch.set_num_threads(1)
-    group = process_group(Place(rank, size, address, rank).device(kind), address, rank, size)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)  # one rank alone, too
+    group = process_group(device, address, rank, size)
     group.__enter__()  # never left: NCCL would wait for whatever still refers to it
     while True:
         function, args = end.recv()
