@@ -24,12 +24,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
-from rlloop.numerics.kernels.triton.scan_gradient_kernels import begin_states, end_states, invert, prepare
-from rlloop.numerics.kernels.triton.scan_gradients import of_gates, of_keys, of_values
+from rlloop.numerics.kernels.triton.scan_backward_gradients import of_gates, of_keys, of_values
+from rlloop.numerics.kernels.triton.scan_backward_states import begin_states, end_states, invert, prepare
 
 CHUNK = 64
 NUMBERS = 1 << 28  # of states at a time, which are kept twice
@@ -90,7 +89,7 @@ def _some_heads(
     def parts(*shape: int) -> Tensor:
         return room(shape[0], 2, *shape[1:], dtype=torch.bfloat16)
 
-    def options(kernel: Any, *widths: str) -> dict[str, Any]:
+    def options(kernel: Any) -> dict[str, Any]:
         tiles = TILES[kernel]
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
