@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_backward_gradients import of_gates, of_keys, of_values
 from rlloop.numerics.kernels.triton.scan_backward_states import begin_states, end_states, invert, prepare
 
@@ -82,6 +82,7 @@ def _some_heads(
     (q, k, v, decay, beta, grad), (by_q, by_k, by_v, by_decay, by_beta) = given, made
     (_, groups, key_width), (_, heads, width), sequences = q.shape, v.shape, len(query_start) - 1
     keys, values = power_of_two(key_width, 16), power_of_two(width, 16)
+    roomy = hopper(q.device) and keys <= 128  # what is in flight takes up to 201 KiB of a multiprocessor's memory
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((slots, *shape), device=q.device, dtype=dtype)
@@ -93,8 +94,8 @@ def _some_heads(
         tiles = TILES[kernel]
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
-            "PIECE": min(tiles.keys, keys), "COLUMNS": min(tiles.values, values), "STAGES": tiles.stages,
-            "CORRECTS": corrects,
+            "PIECE": min(tiles.keys, keys), "COLUMNS": min(tiles.values, values), "CORRECTS": corrects,
+            "STAGES": tiles.stages if roomy else 1,
         }  # fmt: skip
         return {name: every[name] for name in kernel.arg_names if name in every} | {"num_warps": tiles.warps}
 
