@@ -24,14 +24,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
-from rlloop.numerics.kernels.triton.scan_gradient_kernels import begin_states, end_states, invert, prepare
-from rlloop.numerics.kernels.triton.scan_gradients import of_gates, of_keys, of_values
+from rlloop.numerics.kernels.triton.launch import aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.scan_backward_gradients import of_gates, of_keys, of_values
+from rlloop.numerics.kernels.triton.scan_backward_states import begin_states, end_states, invert, prepare
 
 CHUNK = 64
+LEAST = 128, 64  # numbers of a key and of a value in tiles, which narrower heads do not fill: compiled for 16 and 32 by
+# Triton 3.6, gradients of values were wrong on an H200 with the delta rule, though right in Triton's interpreter
 NUMBERS = 1 << 28  # of states at a time, which are kept twice
 
 
@@ -66,7 +67,7 @@ def scan_backward(
         return gradients
     slots = tokens // CHUNK + len(query_start) - 1  # a sequence's begin at `query_start // CHUNK + sequence`
     share = heads // groups
-    numbers = slots * share * power_of_two(key_width, 16) * power_of_two(width, 16)
+    numbers = slots * share * power_of_two(key_width, LEAST[0]) * power_of_two(width, LEAST[1])
     step = max(1, NUMBERS // numbers)
     for first in range(0, groups, step):
         of_groups, of_heads = slice(first, first + step), slice(first * share, (first + step) * share)
@@ -82,7 +83,8 @@ def _some_heads(
     """Tensors are parts of those of all groups and heads, whose rows they have."""
     (q, k, v, decay, beta, grad), (by_q, by_k, by_v, by_decay, by_beta) = given, made
     (_, groups, key_width), (_, heads, width), sequences = q.shape, v.shape, len(query_start) - 1
-    keys, values = power_of_two(key_width, 16), power_of_two(width, 16)
+    keys, values = power_of_two(key_width, LEAST[0]), power_of_two(width, LEAST[1])
+    roomy = hopper(q.device) and keys <= 128  # what is in flight takes up to 201 KiB of a multiprocessor's memory
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((slots, *shape), device=q.device, dtype=dtype)
@@ -90,12 +92,12 @@ def _some_heads(
     def parts(*shape: int) -> Tensor:
         return room(shape[0], 2, *shape[1:], dtype=torch.bfloat16)
 
-    def options(kernel: Any, *widths: str) -> dict[str, Any]:
+    def options(kernel: Any) -> dict[str, Any]:
         tiles = TILES[kernel]
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
-            "PIECE": min(tiles.keys, keys), "COLUMNS": min(tiles.values, values), "STAGES": tiles.stages,
-            "CORRECTS": corrects,
+            "PIECE": min(tiles.keys, keys), "COLUMNS": min(tiles.values, values), "CORRECTS": corrects,
+            "STAGES": tiles.stages if roomy else 1,
         }  # fmt: skip
         return {name: every[name] for name in kernel.arg_names if name in every} | {"num_warps": tiles.warps}
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlloop.numerics.kernels.triton.scan_gradient_kernels import _fades, _place, _plus, _product, _put, _split, _two_to
+from rlloop.numerics.kernels.triton.scan_backward_states import (
+    _fades,
+    _place,
+    _plus,
+    _product,
+    _put,
+    _split,
+    _two_to,
+    _whole,
+)
 
 
 @triton.jit(do_not_specialize=["sequences", "heads"])
@@ -46,7 +55,7 @@ def of_values(
                 new, new_low = tl.load(written + at), tl.load(written + at + CHUNK * VALUES)
                 given, given_low = tl.load(solved + at), tl.load(solved + at + CHUNK * VALUES)
                 of_lower = _plus(of_lower, given, given_low, new.T, new_low.T)
-                of_new = given.to(tl.float32) + given_low.to(tl.float32)
+                of_new = _whole(given, given_low)
             else:
                 new, new_low = _split(value * betas[:, None])
                 end_at = of_ends + place * (2 * KEYS * VALUES) + i[:, None] * VALUES + piece + j[None, :]
@@ -83,8 +92,8 @@ def of_keys(
     CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr,
     CORRECTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, a group and some numbers of its keys: gradients of keys and queries, heads in turn. What those numbers
-    have of the gradients of decays and beta goes to `sums` [KEYS / PIECE, slots, heads, 4, CHUNK]."""
+    """Of a chunk, a group and some numbers of its keys: gradients of keys and queries, heads in turn. What those
+    numbers have of the gradients of decays and beta goes to `sums` [KEYS / PIECE, slots, heads, 4, CHUNK]."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     part, group, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -111,7 +120,7 @@ def of_keys(
                 state_at = place * (2 * KEYS * VALUES) + i[:, None] * VALUES + piece + j[None, :]
                 state, state_low = tl.load(states + state_at), tl.load(states + state_at + KEYS * VALUES)
                 end, end_low = tl.load(of_ends + state_at), tl.load(of_ends + state_at + KEYS * VALUES)
-                both += (state.to(tl.float32) + state_low.to(tl.float32)) * (end.to(tl.float32) + end_low.to(tl.float32))
+                both += _whole(state, state_low) * _whole(end, end_low)
                 slope, slope_low = _split(tl.load(grad + value_at + piece, mask, 0.0))
                 asked = _plus(asked, slope, slope_low, state.T, state_low.T)
                 if CORRECTS:
@@ -126,8 +135,8 @@ def of_keys(
             query, query_low = tl.load(queries + key_at), tl.load(queries + key_at + CHUNK * KEYS)
             key, key_low = tl.load(keys + key_at), tl.load(keys + key_at + CHUNK * KEYS)
             to = sums + ((part * slots + slot).to(tl.int64) * heads + head) * (4 * CHUNK) + n
-            tl.store(to, tl.sum((query.to(tl.float32) + query_low.to(tl.float32)) * asked, 1))
-            wide = key.to(tl.float32) + key_low.to(tl.float32)
+            tl.store(to, tl.sum(_whole(query, query_low) * asked, 1))
+            wide = _whole(key, key_low)
             tl.store(to + CHUNK, tl.sum(wide * ended, 1))
             tl.store(to + 3 * CHUNK, tl.where(n == 0, tl.sum(both), 0.0))
             for_q += since[:, None] * asked

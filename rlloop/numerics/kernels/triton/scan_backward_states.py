@@ -1,12 +1,12 @@
-"""Kernels of `scan_backward`, in whose module the formulas are.
+"""The first kernels of `scan_backward`, in whose module the formulas are: states, and their gradients.
 
 A chunk's tiles have a place of their own, `CHUNK` rows whatever its tokens: rows that are not there neither decay, read
-nor write. What is multiplied stands there in parts, two tiles of bfloat16 that add up to 16 bits of float32, as a tensor
-core fetches them, turned or not; a product is three of parts, with float32 sums.
+nor write. What is multiplied stands there in parts, two tiles of bfloat16 that add up to 16 bits of float32, as tensor
+cores fetch them, turned or not; a product is three of parts, with float32 sums.
 
 Decays are used as sums of their logarithms, float64 so that differences of long sums are exact enough: what fades
-between two tokens is one subtraction and one exponential. A decay of 0 has a logarithm so low that all fades to 0 again,
-and the gradient of a decay is made of products without it, never by dividing by it."""
+between two tokens is one subtraction and one exponential. A decay of 0 has a logarithm so low that all fades to 0
+again, and the gradient of a decay is made of products without it, never by dividing by it."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def _fades(logs, mask):
 def _split(x):
     high = x.to(tl.bfloat16)
     return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _whole(high, low):
+    return high.to(tl.float32) + low.to(tl.float32)
 
 
 @triton.jit
