@@ -86,8 +86,9 @@ def find_targets(
         elif isinstance(module, Experts):
             for kind in ("gate_up_proj" if module.gated else "up_proj", "down_proj"):
                 weight: nn.Parameter = getattr(module, kind)
-                _, outputs, inputs = weight.shape if module.clamp is None else weight.mT.shape
                 swapped = module.clamp is not None
+                _, *sizes = weight.shape
+                inputs, outputs = sizes if swapped else reversed(sizes)
                 targets.append(
                     Target(f"{name}.{kind}", weight, inputs, outputs, module.count, swapped, division=module.division)
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +105,31 @@ class Experts(nn.Module):
 
     def computed(self, x: Tensor, chosen: Tensor, weights: Mapping[str, Tensor], step: Step) -> Tensor:
         """`forward` of this rank's own experts, `chosen` counted from the first of them."""
+        if self.division is not None and self.division.size == 0:
+            adapted = [factors for weight in weights.values() if (factors := step.ops.adapted(weight))]
+            terms = [factor for factors, _ in adapted for factor in (factors.down, factors.up)]
+            return _OfNone.apply(x, chosen.shape[1], *(each for each in (*weights.values(), *terms) if each.requires_grad))
         up, down = weights["gate_up_proj" if self.gated else "up_proj"], weights["down_proj"]
         if self.clamp is None:
             return step.ops.experts(x, up, down, chosen, self.gated)
         clamped = Clamped(weights["gate_up_proj_bias"], weights["down_proj_bias"], *self.clamp)
         return step.ops.experts(x, up, down, chosen, clamped=clamped)
+
+
+class _OfNone(torch.autograd.Function):
+    """Outputs [R, k, D] of a rank without experts: undefined, for no row is theirs. Its weights, of no elements, get
+    their gradients all the same, for what waits for those of every parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, top_k: int, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty(len(x), top_k, x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        assert not len(x), "rows are sent to experts alone"
+        return x.new_zeros(x.shape), None, *(each.new_zeros(each.shape) for each in weights)
 
 
 class Mixture(nn.Module):

@@ -211,3 +211,9 @@ def finished(
         if parameter in state:
             raise ModelError(f"{where}: some experts of {parameter} are packed and some are not; store all alike")
         yield parameter, torch.nn.Parameter(stacked(experts), requires_grad=False)
+
+
+def without_experts(experts: Tensor) -> Tensor:
+    """A weight packed like `experts` that has none of them, for a rank that holds none."""
+    assert isinstance(experts, PackedWeight)
+    return torch.nn.Parameter(experts.like(lambda x: x[:0].clone()), requires_grad=False)

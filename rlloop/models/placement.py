@@ -32,10 +32,6 @@ def _fault(config: ModelConfig, layout: Layout, *, trains: bool) -> Misfit | Non
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):
             fault = f"{axis} is {degree}, and ranks split layers of {heads} heads"
             return fault, with_experts(replace(layout, **{axis: heads, "ep": 1}), min(layout.ep, max(1, experts)))
-    if layout.ep == 1 and layout.tp > experts > 0:  # without ep, tp divides the experts
-        fault = f"tp is {layout.tp}, and its ranks divide {experts} experts"
-        fewer = with_experts(layout, experts)
-        return fault, fewer if fewer.ep > 1 else replace(layout, tp=experts)
     if layout.ep > 1 and not experts:
         return f"ep is {layout.ep}, and there are no experts", replace(layout, ep=1)
     if layout.ep > max(1, experts):

@@ -23,7 +23,7 @@ from rlloop.models.checkpoint_names import (
     stored_slices,
 )
 from rlloop.models.experts import BIAS
-from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme
+from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme, without_experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
 from rlloop.models.stored_parameter import StoredParameter
@@ -62,6 +62,7 @@ def read_weights(
     slices = {name: rows for name, rows, _ in stored_slices(shapes, config.architecture, form)}
     tied = StoredSlice(EMBEDDING)  # it may be stored under its other name as well
     held = {name for name in checkpoint_shapes if _holds(entries, slices.get(name, tied))}
+    of_none = {name for name, entry in entries.items() if 0 in entry.live.shape}  # experts, of a rank without any
     cuts = {name: entries[rows.parameter].cut for name, rows in slices.items() if name in held and rows.expert is None}
     state: dict[str, Tensor] = {}
     for name, tensor in stored.read(plain & held, {name: cut for name, cut in cuts.items() if cut is not None}):
@@ -81,6 +82,7 @@ def read_weights(
         if not _finite(kept):
             raise ModelError(f"{folder}: {name} holds NaN or infinity (as {kept.dtype}); such a model scores NaN")
     if packed is not None:
+        held |= {name for name, rows in slices.items() if rows.parameter in of_none and rows.expert == 0}
         aside: dict[str, dict[int, dict[int, PackedWeight]]] = {}
         for name, weight in packed.read(str(folder), dtype or torch.bfloat16, context.device, held):
             tick()
@@ -92,7 +94,11 @@ def read_weights(
                 assert isinstance(shard, PackedWeight)
                 weight = shard.like(torch.clone)  # a view would keep the whole
             place(state, aside, rows, name, weight)
-        state.update(finished(aside, state, str(folder)))
+        for name, weight in finished(aside, state, str(folder)):  # the first expert's, of which none is kept
+            state[name] = without_experts(weight) if name in of_none else weight
+    for name in of_none - state.keys():
+        kind = type_in_memory(name, dtype)
+        state[name] = torch.empty(entries[name].live.shape, dtype=kind, device=context.device)
     if config.tied and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelError(
             f"{folder}: config.json ties {HEAD} to {EMBEDDING}, and the stored two differ; "
@@ -128,6 +134,8 @@ def tensors_left_out(config: ModelConfig, stored: StoredWeights) -> dict[str, st
 
 def _finite(tensor: Tensor) -> bool:
     """True if it has neither NaN nor infinity; makes no copy."""
+    if not tensor.numel():
+        return True
     least, most = tensor.aminmax()
     return bool(least.isfinite() & most.isfinite())
 

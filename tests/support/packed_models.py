@@ -79,12 +79,12 @@ def packed_experts(shape: tuple[int, ...], generator: torch.Generator) -> tuple[
     return {"_blocks": bytes_of(codes).unflatten(-1, (-1, 16)), "_scales": scales}, values.bfloat16().mT.contiguous()
 
 
-def make_packed(place: Path, kind: str) -> tuple[Path, Path]:
-    """The folders of the packed weights and of the plain ones."""
+def make_packed(place: Path, kind: str, **config: Any) -> tuple[Path, Path]:
+    """The folders of the packed weights and of the plain ones; `config`: of the model."""
     family, quantization = FORMATS[kind]
     wrapped = family == "kimi_k25"
     plain, packed = place / "plain", place / "packed"
-    sizes: dict[str, Any] = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3", "kimi_k25") else {})
+    sizes: dict[str, Any] = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3", "kimi_k25") else {}) | config
     for folder in (plain, packed):
         if wrapped:
             make_kimi_checkpoint(folder, dtype=torch.bfloat16, num_hidden_layers=3, **sizes)

@@ -40,9 +40,8 @@ DELTA = parse_config(  # 4 heads of attention, 3 heads of recurrent layers
         (DENSE, {"cp": 5}, "cp is 5, and ranks split layers of 4 heads", {"cp": 4}),
         (DENSE, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4}),
         (EXPERTS, {"dp_shard": 8, "ep": 8}, "ep is 8, and there are 6 experts", {"ep": 4}),
-        (FEW, {"tp": 4}, "tp is 4, and its ranks divide 3 experts", {"ep": 2}),
-        (FEW, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4, "ep": 2}),
-        (replace(FEW, mixture=replace(FEW.mixture, num_experts=2)), {"tp": 3}, "ranks divide 2 experts", {"tp": 2}),
+        (FEW, {"tp": 5}, "tp is 5, and ranks split layers of 4 heads", {"tp": 4}),
+        (FEW, {"dp_shard": 4, "ep": 4}, "ep is 4, and there are 3 experts", {"ep": 2}),
         (EXPERTS, {"dp_shard": 3, "cp": 2, "ep": 3}, "ep is 3, which neither divides tp", {"ep": 2}),
         (EXPERTS, {"cp": 8, "ep": 8, "pp": 4}, "pp is 4", {"pp": 2, "cp": 4, "ep": 4}),
         (EXPERTS, {"cp": 2, "tp": 2}, "both split heads", {"cp": 1}),
@@ -55,6 +54,11 @@ def test_a_layout_that_does_not_fit_names_one_that_does(config, layout, fault, i
     for name, degree in instead.items():
         assert f"trainer.layout.{name}={degree}" in str(error.value)
     check_placement(config, replace(Layout(**{**layout, "ep": 1}), **instead), "trainer.layout", trains=True)
+
+
+def test_tensor_parallel_ranks_may_outnumber_the_experts() -> None:
+    check_placement(FEW, Layout(tp=4), "trainer.layout", trains=True)
+    check_placement(FEW, Layout(tp=4), "rollout.layout", trains=False)
 
 
 def test_engines_do_not_split_sequences() -> None:

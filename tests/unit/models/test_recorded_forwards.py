@@ -58,6 +58,12 @@ def test_recorded_steps_read_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch
             assert record(monkeypatch, model) == (len(DECODES), records * len(PROMPTS)), (layout, rank)
 
 
+def test_a_rank_without_experts_records_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**config_of("qwen3_moe"), "num_experts": 2, "num_experts_per_tok": 1}
+    for rank in range(4):
+        assert record(monkeypatch, model_of(config, Layout(tp=4), rank)) == (len(DECODES), 0)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "kimi_k2", "gpt_oss", "nemotron_h"])
 def test_recorded_steps_with_adapters_read_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     config = config_of(family)
