@@ -33,7 +33,7 @@ class Anchor(StrEnum):
 
 @dataclass
 class CriticConfig:
-    """PPO's critic: a second copy of the model with a value head. In one process (`launch=local`, layouts of 1)."""
+    """PPO's critic: a second copy of the model with a value head. Not for a pipeline (`trainer.layout.pp`)."""
 
     lr: float = limited(0.0, zero_or_more("no critic"))  # peak learning rate of the critic's AdamW
     gamma: float = limited(1.0, ABOVE_ZERO_TO_ONE)  # discount per token

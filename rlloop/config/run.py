@@ -103,8 +103,10 @@ class RunConfig:
 
     @property
     def replicas(self) -> int:
-        """`ray.replicas`, where it is null: 1 beside a trainer of one rank, else 0."""
-        return int(self.world.size == 1) if self.ray.replicas is None else self.ray.replicas
+        """`ray.replicas`, where it is null: 1 beside a trainer of one rank, else 0; 0 where engines are elsewhere."""
+        if self.ray.replicas is not None:
+            return self.ray.replicas
+        return int(self.world.size == 1 and self.fleet.kind is not FleetKind.regions)
 
     @property
     def max_prompts(self) -> int:
@@ -129,13 +131,10 @@ class RunConfig:
             )
 
     def _check_critic(self) -> None:
-        if not self.algorithm.critic.lr:
-            return
-        elsewhere = self.launch is not Launch.local or self.fleet.kind is FleetKind.regions
-        if elsewhere or self.world.size > 1:
+        if self.algorithm.critic.lr and (stages := self.world.trainer.pp) > 1:
             raise ConfigError(
-                "algorithm.critic trains beside the policy in one process: set launch=local and fleet=node, and leave "
-                "the layouts at 1; or algorithm.critic.lr=0, with another advantage"
+                f"algorithm.critic is not for a pipeline, and trainer.layout.pp is {stages}; set pp to 1 in both "
+                "layouts, or algorithm.critic.lr=0, with another advantage"
             )
 
     def _check_lora(self) -> None:
@@ -189,8 +188,11 @@ class RunConfig:
     def _check_fleet(self) -> None:
         if self.fleet.kind is not FleetKind.regions:
             return
-        if self.launch is not Launch.local:
-            raise ConfigError(f"fleet=regions has its engines elsewhere: set launch=local, not launch={self.launch}")
+        if self.launch is Launch.ray and self.replicas:
+            raise ConfigError(
+                f"fleet=regions has its engines elsewhere, and ray.replicas={self.replicas} starts some here; set it "
+                "to 0 or leave it out"
+            )
         if self.rollout.drift.declared or self.rollout.profile != RolloutProfile():
             raise ConfigError("rollout.drift and rollout.profile compare numerics in one process; use fleet=node")
         if self.fleet.max_version_lag == 0:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from rlloop.config.fleet import FleetKind
 from rlloop.config.layout import World
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Launch, RunConfig
@@ -46,9 +45,8 @@ def check_launch(config: RunConfig, processes: int, machines: Callable[[], Seque
         return
     layouts = f"trainer.layout and rollout.layout have {size} rank{'s' if size > 1 else ''}"
     if processes == 1:
-        ray = "" if config.fleet.kind is FleetKind.regions else "Add launch=ray to the command, or s"
         raise ConfigError(
-            f"{layouts}, and launch=local is one process. {ray or 'S'}tart it as\n"
+            f"{layouts}, and launch=local is one process. Add launch=ray to the command, or start it as\n"
             f"  torchrun --nproc-per-node {size} -m rlloop train ..."
         )
     raise ConfigError(

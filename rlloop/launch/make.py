@@ -160,11 +160,12 @@ def make_history(model: Model, trainer: Trainer, config: RunConfig) -> WeightHis
     return WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
 
 
-def make_critic(config: RunConfig, path: str | Path) -> Critic | None:
-    """The critic that `algorithm.critic` asks for, over weights of its own that start as the policy's."""
+def make_critic(config: RunConfig, path: str | Path, context: ParallelContext | None = None) -> Critic | None:
+    """The critic that `algorithm.critic` asks for, over weights of its own that start as the policy's; `context`: of
+    one rank of many."""
     settings = config.algorithm.critic
     if not settings.lr:
         return None
     profile = NumericsProfile(**vars(config.model.profile))
-    model = load_model(path, dtype=config.model.dtype, device=config.device, profile=profile)
+    model = load_model(path, dtype=config.model.dtype, device=config.device, profile=profile, context=context)
     return Critic(model, settings, config.trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rlloop.models import Model
 from rlloop.parallel.collectives import Ranks
@@ -15,6 +15,13 @@ from rlloop.sync.sharded_weights import ShardedWeights
 from rlloop.sync.shares import Shares
 
 T = TypeVar("T")
+
+
+class Stored(NamedTuple):
+    """The result of a publication to a store."""
+
+    metrics: Mapping[str, float]  # sync/*
+    anchor_due: bool  # a whole version should be stored: `Publisher.anchor_due`
 
 
 class Publications:
@@ -39,12 +46,19 @@ class Publications:
         """The last bundle's version, for replicas of any or none."""
         return self._lead({}, self._bundles.joining)
 
-    def to_store(self, version: int) -> dict[str, float] | None:
-        """Publish the weights, now `version`, to the store. Returns sync/* metrics."""
+    def claim(self) -> int:
+        """The publisher's term, above those of earlier ones, which are fenced off; 0 on all ranks but the first."""
+        return 0 if self._store is None else self._store.claim()
+
+    def to_store(self, version: int) -> Stored | None:
+        """Publish the weights, now `version`, to the store."""
         tensors, aliases, shares = self._weights()
-        return self._lead(
-            tensors, lambda: self._publisher.publish(tensors, version, aliases=aliases, shares=shares).metrics
-        )
+
+        def publish() -> Stored:
+            published = self._publisher.publish(tensors, version, aliases=aliases, shares=shares)
+            return Stored(published.metrics, self._publisher.anchor_due())
+
+        return self._lead(tensors, publish)
 
     def anchor(self) -> None:
         """Store the store's newest version whole."""

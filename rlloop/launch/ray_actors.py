@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from rlloop.models.config import read_config
 from rlloop.parallel.progress import Watch
 from rlloop.parallel.start import Place, PrefixStore, Store, host_store
 from rlloop.runs.folder import RunFolder
+from rlloop.sync.publisher import Publisher
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,11 +37,8 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
     Starts Ray on this machine, or attaches to `ray.address`. At the end the actors and their placement group are
     removed, and Ray is shut down where this run started it.
     """
-    ray = import_ray(config.ray.address)
     with ExitStack() as stack:
-        actors = stack.enter_context(_placed(ray, config))  # no model is made for which there is no room
-        path = actors.path = str(Path(prepared.task.model_folder()).absolute())
-        check_model(config, read_config(path))
+        actors = stack.enter_context(_actors(config, prepared))
         trainer = actors.start(Colocated, "trainer", config.world.size)
         replicas = [
             actors.start(Replica, f"engine {index}", config.world.engine.world_size)
@@ -58,6 +56,22 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
         )
         stack.callback(pool.close)
         yield remote_parts(config, prepared, folder, trainer, pool.engine, pool, pool.engine.pool.take_metrics)
+
+
+@contextmanager
+def ray_ranks(config: RunConfig, prepared: Prepared, opens: Callable[[], Publisher]) -> Iterator[RayHandle]:
+    """The ranks of the trainer alone, as one worker. `opens`: see `Colocated`."""
+    with _actors(config, prepared) as actors:
+        yield actors.start(Colocated, "trainer", config.world.size, opens)
+
+
+@contextmanager
+def _actors(config: RunConfig, prepared: Prepared) -> Iterator[_Actors]:
+    """`_placed`, with the model, which is not made where there is no room for it."""
+    with _placed(import_ray(config.ray.address), config) as actors:
+        actors.path = str(Path(prepared.task.model_folder()).absolute())
+        check_model(config, read_config(actors.path))
+        yield actors
 
 
 @contextmanager
@@ -110,8 +124,8 @@ class _Actors:
     def __post_init__(self) -> None:
         self._handles: list[RayHandle] = []
 
-    def start(self, kind: type, name: str, size: int) -> RayHandle:
-        """A worker of `size` ranks. Rank 0 of the first is on this machine, if there is room, for it writes files."""
+    def start(self, kind: type, name: str, size: int, *further: Any) -> RayHandle:
+        """A worker of `size` ranks; `further`: arguments of its own. Rank 0 of the first is on this machine, if there is room, for it writes files."""
         ray = self.ray
         mine, self.bundles = self.bundles[:size], self.bundles[size:]
         variables = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -125,7 +139,7 @@ class _Actors:
                 scheduling_strategy=strategy,
                 runtime_env={"env_vars": variables},
             )
-            return options.remote(self.config, self.path, self.threads, place)
+            return options.remote(self.config, self.path, self.threads, place, *further)
 
         def start() -> tuple[list[Any], Watch | None]:
             prefix = f"{name} {next(boots)}".replace(" ", "-")

@@ -352,6 +352,25 @@ class RemoteTrainer:
         return self._handle.call("trainer_fingerprint")()
 
 
+class RemoteCritic:
+    """The Critic of the loop, behind the co-located worker's handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def advantages(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return self._handle.call("critic.advantages", samples)()
+
+    def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:
+        return self._handle.call("critic.update", samples)()
+
+    def save(self, folder: Path) -> None:
+        self._handle.call("critic.save", folder)()
+
+    def restore(self, folder: Path) -> None:
+        self._handle.call("critic.restore", folder)()
+
+
 def remote_parts(
     config: RunConfig,
     prepared: Prepared,
@@ -372,6 +391,7 @@ def remote_parts(
         scorer=prepared.scorer,
         advantages=prepared.advantages,
         loss=prepared.loss,
+        critic=RemoteCritic(trainer) if config.algorithm.critic.lr else None,
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         vocabulary=vocabulary_of(read_config(prepared.task.model_folder())),
         doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class RayHandle:
         self.name, self._ray, self._start, self._timeout = name, ray, start, timeout
         self._actors, self._watch = start()
         self._failure: Exception | None = None  # that ended the ranks
+        self._beginning = threading.Lock()  # calls of several threads come to all ranks in one order
 
     def reference(self, method: str, *args: Any) -> Any:
         """Starts the call; the result stays in the node's shared memory, to be passed on by reference."""
@@ -113,7 +115,8 @@ class RayHandle:
             raise self._failure
         if len(self._actors) > 1:  # they share one copy on each node
             args = [arg if isinstance(arg, self._ray.ObjectRef) else self._ray.put(arg) for arg in args]
-        return [actor.call.remote(method, *args) for actor in self._actors]
+        with self._beginning:
+            return [actor.call.remote(method, *args) for actor in self._actors]
 
     def _result(self, call: Any) -> Any:
         try:

@@ -22,10 +22,10 @@ import torch
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
-from rlloop.launch.make import load, make_history, make_trainer, vocabulary_of
+from rlloop.launch.make import load, make_critic, make_history, make_trainer, vocabulary_of
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import RemoteEngine, remote_parts
-from rlloop.launch.torchrun import LeadingHandle
+from rlloop.launch.publishing import Stored
+from rlloop.launch.ray_pool import Handle, RemoteEngine, remote_parts
 from rlloop.loop.partial import measured, schedule_of
 from rlloop.loop.parts import Parts
 from rlloop.models import Model
@@ -40,7 +40,7 @@ from rlloop.runs.folder import RunFolder, write_whole
 from rlloop.sync.live import published_weights
 from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
-from rlloop.sync.store import open_store
+from rlloop.sync.store import Store, open_store
 from rlloop.trainer import CheckpointStore
 from rlloop.types import SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
@@ -53,7 +53,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     model = load(config, path)
     trainer = make_trainer(model, config, path)
     schedule = schedule_of(config, make_history(model, trainer, config))
-    publisher, (prompts, sampling) = open_publisher(config, folder), canary_requests(config, prepared.task)
+    publisher, (prompts, sampling) = open_publisher(config.fleet, folder.path), canary_requests(config, prepared.task)
     with fleet_of(config, folder, publisher, model.config.vocab_size, model.fingerprint()) as (engine, thread):
         own = Engine(model.with_profile(model.profile), max_cache_tokens=_tokens(prompts, sampling, page=16))
         reference = Reference(own, hardware_class(model.fingerprint()), prompts, sampling)
@@ -62,10 +62,11 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             task=prepared.task,
             engine=engine,
             trainer=trainer,
-            sync=RegionSync(begin, publisher.anchor, publisher, engine, reference, thread),
+            sync=RegionSync(begin, publisher.anchor, engine, reference, thread),
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
+            critic=make_critic(config, path),
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),
@@ -80,36 +81,69 @@ def ranked_region_parts(
     prepared: Prepared,
     folder: RunFolder,
     *,
-    start: Callable[..., AbstractContextManager[LeadingHandle]],
+    start: Callable[..., AbstractContextManager[Handle]],
+    apart: bool = False,
 ) -> Iterator[Parts]:
-    """`region_parts` where the trainer has several ranks, which `start(config, prepared, publisher)` starts.
+    """`region_parts` where the trainer has several ranks, which `start(config, prepared, opens)` starts.
 
-    Their own engines, in `rollout.layout`, make canaries alone.
+    Their own engines, in `rollout.layout`, make canaries alone. The first rank calls `opens` for its publisher;
+    `apart`: in a process of its own, which reaches the run's folder.
     """
-    publisher, (prompts, sampling) = open_publisher(config, folder), canary_requests(config, prepared.task)
+    fleet, path = _with_whole_paths(config.fleet), folder.path.absolute()
+    run_id, own = run_id_of(path), None if apart else open_publisher(fleet, path)
+    opens = partial(open_publisher, fleet, path) if own is None else lambda: own
+    prompts, sampling = canary_requests(config, prepared.task)
     tokens = max(config.rollout.max_tokens, _tokens(prompts, sampling, config.rollout.page_size))
     small = replace(config, rollout=replace(config.rollout, max_cache_tokens=tokens))
-    with start(small, prepared, publisher) as ranks:
+    with start(small, prepared, opens) as ranks:
+        publisher = own or RemotePublisher(ranks, _store_of(fleet, path), run_id)
         fingerprint = ranks.call("trainer_fingerprint")()
         vocabulary = read_config(prepared.task.model_folder()).vocab_size
         with fleet_of(config, folder, publisher, vocabulary, fingerprint) as (engine, thread):
             reference = Reference(RemoteEngine(ranks), hardware_class(fingerprint), prompts, sampling)
             begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("publications.anchor")()
-            sync = RegionSync(begin, anchor, publisher, engine, reference, thread)
+            sync = RegionSync(begin, anchor, engine, reference, thread)
             yield remote_parts(config, prepared, folder, ranks, engine, sync, engine.pool.take_metrics)
 
 
-def open_publisher(config: RunConfig, folder: RunFolder) -> Publisher:
-    """The run's publisher, on the store that `config` names or one in the run's folder."""
-    fleet = config.fleet
-    key = load_or_make_key(folder.path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
-    store = open_store(str(folder.path / "weights") if fleet.store is None else fleet.store)
-    return Publisher(store, key, run_id_of(folder.path), anchor_every=fleet.anchor_every)
+def open_publisher(fleet: FleetConfig, path: Path) -> Publisher:
+    """The publisher of the run in the folder `path`, on the store that `fleet` names or one in that folder."""
+    key = load_or_make_key(path / "signing_key" if fleet.signing_key is None else Path(fleet.signing_key))
+    return Publisher(_store_of(fleet, path), key, run_id_of(path), anchor_every=fleet.anchor_every)
+
+
+def _store_of(fleet: FleetConfig, path: Path) -> Store:
+    return open_store(str(path / "weights") if fleet.store is None else fleet.store)
+
+
+def _with_whole_paths(fleet: FleetConfig) -> FleetConfig:
+    """With paths of the publisher that do not depend on a process's working directory."""
+    key, store = fleet.signing_key, fleet.store
+    return replace(
+        fleet,
+        signing_key=None if key is None else str(Path(key).absolute()),
+        store=store if store is None or "://" in store else str(Path(store).absolute()),
+    )
+
+
+@dataclass
+class RemotePublisher:
+    """The publisher of the first of `ranks`, in another process. `store`: its store, as this process reads it."""
+
+    ranks: Handle
+    store: Store
+    run_id: str
+
+    def claim(self) -> int:
+        return self.ranks.call("publications.claim")()
+
+    def squash_for(self, sequence: int) -> bool:
+        return False  # a replica would wait for the trainer's step; its longer route remains
 
 
 @contextmanager
 def fleet_of(
-    config: RunConfig, folder: RunFolder, publisher: Publisher, vocabulary: int, fingerprint: dict[str, Any]
+    config: RunConfig, folder: RunFolder, publisher: Publisher | RemotePublisher, vocabulary: int, fingerprint: dict[str, Any]
 ) -> Iterator[tuple[PoolEngine, Executor]]:
     """The pool of engines as one engine, and a thread to publish in; beside them the server that engines join by.
 
@@ -179,7 +213,7 @@ def _tokens(prompts: list[list[int]], sampling: list[SamplingParams], page: int)
     return max(256, page, sum(sizes))
 
 
-Begin = Callable[[int], Callable[[], Mapping[str, Any]]]
+Begin = Callable[[int], Callable[[], Stored]]
 
 
 @dataclass
@@ -187,12 +221,11 @@ class RegionSync:
     """Publishes each version and waits until engines serve it, in a thread of its own: a schedule may go on meanwhile.
 
     `begin(version)` does what the trainer's thread must do of a publication; its result, called in the other thread,
-    does the rest and returns sync/* metrics. `anchor` stores the newest version whole.
+    does the rest. `anchor` stores the newest version whole.
     """
 
     begin: Begin
     anchor: Callable[[], object]
-    publisher: Publisher
     engine: PoolEngine
     reference: Reference
     thread: Executor  # a single one
@@ -202,13 +235,13 @@ class RegionSync:
         canary = self.reference.canary(version)  # by an engine on the trainer's weights, so in the trainer's thread
         return self.thread.submit(self._publish, self.begin(version), version, canary)
 
-    def _publish(self, rest: Callable[[], Mapping[str, Any]], version: int, canary: Canary | None) -> dict[str, Any]:
+    def _publish(self, rest: Callable[[], Stored], version: int, canary: Canary | None) -> dict[str, Any]:
         if self._anchoring is not None:
             self._anchoring.result()  # has ended, perhaps by an error
-        metrics = rest()
-        due = self.publisher.anchor_due()  # a whole version takes long, so engines sample meanwhile
-        self._anchoring = self.thread.submit(self.anchor) if due else None
-        return {**metrics, **self.engine.serve_version(version, canary)}
+        stored = rest()
+        # A whole version takes long, so engines sample meanwhile.
+        self._anchoring = self.thread.submit(self.anchor) if stored.anchor_due else None
+        return {**stored.metrics, **self.engine.serve_version(version, canary)}
 
 
 def beside_the_trainer(model: Model, publisher: Publisher, on_device: bool) -> Begin:
@@ -217,29 +250,29 @@ def beside_the_trainer(model: Model, publisher: Publisher, on_device: bool) -> B
     device = model.context.device
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def begin(version: int) -> Callable[[], Mapping[str, Any]]:
+    def begin(version: int) -> Callable[[], Stored]:
         tensors, aliases = published_weights(model, on_device=on_device)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
 
-        def publish() -> Mapping[str, Any]:
+        def publish() -> Stored:
             with torch.cuda.stream(stream):
                 published = publisher.publish(tensors, version, aliases=aliases)
                 if stream is not None:
                     stream.synchronize()
-            return published.metrics
+            return Stored(published.metrics, publisher.anchor_due())
 
         return publish
 
     return begin
 
 
-def in_turn_with_training(ranks: LeadingHandle) -> Begin:
+def in_turn_with_training(ranks: Handle) -> Begin:
     """All ranks encode, each its share, before they go on training."""
 
-    def begin(version: int) -> Callable[[], Mapping[str, Any]]:
-        metrics = ranks.call("publications.to_store", version)()
-        return lambda: metrics
+    def begin(version: int) -> Callable[[], Stored]:
+        stored = ranks.call("publications.to_store", version)()
+        return lambda: stored
 
     return begin
 

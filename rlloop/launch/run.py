@@ -159,7 +159,13 @@ def builder_of(config: RunConfig, leader: Leader | None = None) -> Builder:
     if config.fleet.kind is FleetKind.regions:
         from rlloop.launch.regions import ranked_region_parts, region_parts  # brings the servers' packages, an extra
 
-        return region_parts if leader is None else partial(ranked_region_parts, start=leader.ranks)
+        if leader is not None:
+            return partial(ranked_region_parts, start=leader.ranks)
+        if config.launch is Launch.ray:
+            from rlloop.launch.ray_actors import ray_ranks
+
+            return partial(ranked_region_parts, start=ray_ranks, apart=True)
+        return region_parts
     return BUILDERS[config.launch] if leader is None else leader.parts
 
 

@@ -125,9 +125,9 @@ class Leader:
 
     @contextmanager
     def ranks(
-        self, config: RunConfig, prepared: Prepared, publisher: Publisher | None = None
+        self, config: RunConfig, prepared: Prepared, opens: Callable[[], Publisher] | None = None
     ) -> Iterator[LeadingHandle]:
-        """All ranks, as one worker. `publisher`: see `Colocated`."""
+        """All ranks, as one worker. `opens`: see `Colocated`."""
         path = str(prepared.task.model_folder().absolute())
         check_model(config, read_config(path))
         place = self.here.place(self._jobs)
@@ -135,7 +135,7 @@ class Leader:
         start = (config, path, max(1, torch.get_num_threads() // here))
         _put(self._store, f"job/{self._jobs}", start)
         self._jobs += 1
-        make = partial(Colocated, *start, place, publisher)
+        make = partial(Colocated, *start, place, opens)
         ranks = LeadingHandle(make, place, prepared.loss, config.ray.rank_timeout)
         try:
             yield ranks

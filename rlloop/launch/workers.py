@@ -19,7 +19,16 @@ import torch
 from rlloop.config.run import RunConfig
 from rlloop.errors import SyncError
 from rlloop.launch.garbage import collect_rarely
-from rlloop.launch.make import doctor_for, load, load_unchecked, make_engine, make_history, make_trainer, sleepers
+from rlloop.launch.make import (
+    doctor_for,
+    load,
+    load_unchecked,
+    make_critic,
+    make_engine,
+    make_history,
+    make_trainer,
+    sleepers,
+)
 from rlloop.launch.publishing import Publications
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
@@ -152,9 +161,10 @@ class Colocated(Replica):
     """Trainer and engine over one set of parameters, which need no sync, and the publisher for other engines."""
 
     def __init__(
-        self, config: RunConfig, path: str, threads: int, place: Place = ALONE, publisher: Publisher | None = None
-    ) -> None:
-        """`publisher`: of the first rank, for `publications.to_store`."""
+        self, config: RunConfig, path: str, threads: int, place: Place = ALONE,
+        opens: Callable[[], Publisher] | None = None,
+    ) -> None:  # fmt: skip
+        """`opens`: the publisher of the first rank, for `publications.to_store`."""
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
         # Sharded parameters are whole only while the trainer computes with them.
         lora = config.model.lora.rank > 0
@@ -162,11 +172,12 @@ class Colocated(Replica):
         self._open(config, path, apart=self._apart, beside=True)
         self.trainer = make_trainer(self.model, config, path)
         self.trainer.neighbours = sleepers(self.engine)
+        self.critic = make_critic(config, path, self.context)
         self.history = make_history(self.model, self.trainer, config)
         self.publications = Publications(
             self.sampled if self._apart else self.model,
             self.world,
-            publisher,
+            opens() if opens is not None and self.world.rank == 0 else None,
             on_device=config.trainer.encode_on_device,
             threads=threads,
         )

@@ -101,10 +101,12 @@ def score(
 
 
 def hidden_states(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
-    """[N, D]: the last hidden state before each predicted token, differentiable. On one rank; N as for `score`."""
+    """[N, D]: the last hidden state before each predicted token, differentiable; N as for `score`. Whole on every rank,
+    but not in a pipeline."""
     tick()
     check_rows(model, rows)
-    return _predicted(model, [row for row in rows if len(row.predict)], None)[0]
+    hidden, _, _, counts = _predicted(model, [row for row in rows if len(row.predict)], None)
+    return gathered(hidden, model.context.ranks("cp"), counts)
 
 
 def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:

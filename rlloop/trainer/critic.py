@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,23 +19,29 @@ from rlloop.config.trainer import TrainerConfig
 from rlloop.models import Model
 from rlloop.models.scoring import hidden_states
 from rlloop.trainer.batching import MicroBatch, StepBatch, make_step_batch
+from rlloop.trainer.leaves import forwards, rounds
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.optimizer import MOMENTS, ShardedAdamW
 from rlloop.types import Sample
 
 FILE = "critic.safetensors"
+T = TypeVar("T")
 
 
 class Critic:
     """Values of the states before each of the policy's tokens, and the advantages that follow from them.
 
     `model` is the trunk, which no engine shares; the head is a float32 vector and bias, 0 at first. Both train with
-    `config.lr`. In one process: a layout of several ranks is refused by the configuration.
+    `config.lr`. Of several ranks each computes the values of its micro-batches, and has the whole head; all methods
+    are collective. A pipeline is refused by the configuration.
     """
 
     def __init__(self, model: Model, config: CriticConfig, trainer: TrainerConfig) -> None:
         self.model, self.config = model, config
-        self._grad_clip, self._budget = trainer.grad_clip, trainer.max_batch_tokens
+        model.checkpoint_layers = trainer.checkpoint_every
+        model.checkpoint_keep_attention = trainer.checkpoint_keep_attention
+        model.checkpoint_offload = trainer.checkpoint_offload
+        self._trainer, self._ranks = trainer, model.context.ranks("dp")
         settings = dataclasses.replace(trainer, lr=config.lr)
         self._masters = MasterWeights(model)
         self._optimizer = ShardedAdamW(self._masters, settings)
@@ -48,8 +56,11 @@ class Critic:
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """[T] float32 a sample: the value before each of the policy's tokens."""
-        step = self._flatten(samples)
-        return step.split(torch.cat([self._values(step, micro) for micro in step.micro_batches]))
+        step, model = self._flatten(samples), self.model
+        own = forwards(
+            step.micro_batches, self._ranks, lambda micro: self._values(step, micro).cpu(), model.without_tokens
+        )
+        return step.split(torch.cat(self._of_all(own)))
 
     def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with `token_advantages` [T], normalised over all tokens where `config.normalize` says so.
@@ -94,58 +105,71 @@ class Critic:
         }
 
     def save(self, folder: Path) -> None:
-        """Write masters, head and moments; a part of a checkpoint."""
-        state = self._head_optimizer.state.get(self.head) or {}
-        head = {f"head.{key}": value for key, value in state.items()}
-        trunk = {f"master.{name}": tensor for name, tensor in self._masters.tensors.items()}
-        moments = {
-            f"{key}.{name}": self._optimizer.moment(name, key) for name in self._masters.tensors for key in MOMENTS
-        }
-        steps = torch.tensor(self._optimizer.steps)
-        tensors = {"head": self.head.detach(), **head, **trunk, **moments, "steps": steps}
-        save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, folder / FILE)
+        """Write masters, head and moments; a part of a checkpoint, which does not know the layout. The first rank
+        writes."""
+        state, writes = self._head_optimizer.state.get(self.head) or {}, self.model.context.rank == 0
+        tensors = {"head": self.head, **{f"head.{key}": value for key, value in state.items()}}
+        tensors["steps"] = torch.tensor(self._optimizer.steps)
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        for name, master in self._masters.tensors.items():
+            moments = {f"{key}.{name}": self._optimizer.moment(name, key) for key in MOMENTS}
+            for key, rows in {f"master.{name}": master, **moments}.items():
+                whole = self._masters.gather(name, rows)
+                if writes:
+                    tensors[key] = whole.detach().cpu().clone()
+        if writes:
+            save_file(tensors, folder / FILE)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        """Read what `save` wrote, bit for bit."""
+        """Read this rank's rows of what `save` wrote under any layout, bit for bit."""
         stored = load_file(folder / FILE)
         self.head.copy_(stored["head"])
         state = {key.removeprefix("head."): value for key, value in stored.items() if key.startswith("head.")}
         if state:
             moved = {key: value if key == "step" else value.to(self.head.device) for key, value in state.items()}
             self._head_optimizer.state[self.head] = moved
-        for name, master in self._masters.tensors.items():
-            master.copy_(stored[f"master.{name}"])
-            for key in MOMENTS:
-                self._optimizer.moment(name, key).copy_(stored[f"{key}.{name}"])
+        for name, shard in self._masters.shards.items():
+            entry = self._masters.parameters.entries[name]
+            moments = {f"{key}.{name}": self._optimizer.moment(name, key) for key in MOMENTS}
+            for key, rows in {f"master.{name}": shard.master, **moments}.items():
+                rows.copy_(entry.part(stored[key])[shard.begin : shard.end])
         self._optimizer.set_steps(int(stored["steps"]))
         self._masters.publish()
 
     def _flatten(self, samples: Sequence[Sample]) -> StepBatch:
-        return make_step_batch(samples, max_batch_tokens=self._budget, device=self.model.device)
+        budget, multiple = self._trainer.max_batch_tokens, self._trainer.micro_batch_multiple
+        return make_step_batch(samples, max_batch_tokens=budget, multiple=multiple, device=self.model.device)
+
+    def _of_all(self, own: list[T]) -> list[T]:
+        """The results of every rank's micro-batches, in order, from those of this rank's."""
+        count, lists = self._ranks.size, self._ranks.gather_objects(own)
+        return [lists[at % count][at // count] for at in range(sum(map(len, lists)))]
 
     def _values(self, step: StepBatch, micro: MicroBatch) -> Tensor:
-        """[n] float32, differentiable."""
+        """[n] float32, differentiable. Each is a product's chain, whose bits depend on nothing but its token's."""
         hidden = hidden_states(self.model, step.rows[micro.sequences]).float()
-        return hidden @ self.head[:-1] + self.head[-1]
+        return self.model.ops.linear(hidden, self.head[None, :-1], self.head[-1:])[:, 0]
 
     def _epoch(self, step: StepBatch, targets: Tensor) -> tuple[float, float]:
         """The gradient of the mean loss over the step's tokens; returns that loss and the share of clipped tokens."""
         self._masters.zero_grad()
-        self.head.grad = None
-        total, cut = 0.0, 0
+        own: list[tuple[float, int, Tensor]] = []
 
         def work(micro: MicroBatch) -> None:
-            nonlocal total, cut
+            self.head.grad = None
             old, returns = targets[:, micro.tokens]
             by_token, clipped = value_loss(self._values(step, micro), old, returns, clip=self.config.clip)
             loss = by_token.sum() / step.total_tokens
             loss.backward()
-            total, cut = total + loss.item(), cut + int(clipped.sum())
+            assert self.head.grad is not None
+            own.append((loss.item(), int(clipped.sum()), self.head.grad.cpu()))
 
-        for micro in step.micro_batches:
-            self._masters.gradients.collect(1, lambda micro=micro: work(micro))
-        return total, cut / step.total_tokens
+        for count, micro in rounds(step.micro_batches, self._ranks):
+            self._masters.gradients.collect(count, None if micro is None else partial(work, micro))
+        losses, cut, gradients = zip(*self._of_all(own), strict=True)
+        self.head.grad = sum(gradients[1:], gradients[0]).to(self.head.device)  # in order of micro-batches
+        return sum(losses), sum(cut) / step.total_tokens
 
     def _apply(self) -> float:
         """One step of both optimizers, clipped by the norm of both gradients, which is returned."""
@@ -153,9 +177,9 @@ class Critic:
         assert self.head.grad is not None
         norm = float(np.hypot(self._masters.gradient_norm(), float(self.head.grad.norm())))
         if np.isfinite(norm):
-            if self._grad_clip > 0:
-                self._masters.clip_gradient(self._grad_clip, norm)
-                self.head.grad.mul_(min(1.0, self._grad_clip / (norm + 1e-6)))
+            if (limit := self._trainer.grad_clip) > 0:
+                self._masters.clip_gradient(limit, norm)
+                self.head.grad.mul_(min(1.0, limit / (norm + 1e-6)))
             self._optimizer.step(self.config.lr)
             self._head_optimizer.step()
             self._masters.publish()

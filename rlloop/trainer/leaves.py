@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.batching import MicroBatch, StepBatch
 from rlloop.trainer.moe import MoeTraining
 from rlloop.types import Recomputed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +54,8 @@ def rounds(leaves: Sequence[MicroBatch], ranks: Ranks) -> Iterator[tuple[int, Mi
 
 
 def forwards(
-    leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], Leaf], idle: Callable[[], object]
-) -> list[Leaf]:
+    leaves: Sequence[MicroBatch], ranks: Ranks, work: Callable[[MicroBatch], T], idle: Callable[[], object]
+) -> list[T]:
     """`work`'s results for this rank's leaves, without a graph. A rank without a leaf in a round runs `idle`, which
     takes part in the layers' collectives. Collective along `ranks`, dp."""
     results = []

@@ -10,15 +10,11 @@ import pytest
 from rlloop.runs.folder import read_records
 from tests.support.fleet_run import outcome
 from tests.support.ranked_run import SMALL, finish, same, start
-from tests.support.ray_processes import parent, ray_processes
+from tests.support.ray_processes import parent, ranks_of, ray_processes
 from tests.support.tiny_run import held, steps, train
 from tests.support.waiting import until
 
 pytest.importorskip("ray")
-
-
-def ranks_of(owner: str) -> list[int]:
-    return sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)
 
 
 def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from rlloop.sync.manifest import MAGIC, Head, load_key
 from rlloop.sync.publisher import state_at
 from rlloop.sync.store import FolderStore
 from tests.support.fleet_run import TOKEN, Fleet, events, outcome
-from tests.support.ranked_run import finish, start
-from tests.support.tiny_run import make_model, steps
+from tests.support.ranked_run import SMALL, finish, start
+from tests.support.ray_processes import ranks_of, ray_processes
+from tests.support.tiny_run import held, make_model, steps, train
 from tests.support.waiting import until
 
 LARGE = {"vocab_size": 1 << 14, "hidden_size": 64, "tie_word_embeddings": False}  # two tensors of a million elements
@@ -90,6 +93,40 @@ def test_ranks_publish_what_one_does_and_an_engine_of_any_size_serves_it(
     manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
     [damaged] = [check for check in verify(run) if check.problems]
     assert damaged.name == "versions"
+
+
+@pytest.mark.slow
+def test_rays_ranks_publish_what_one_does_and_a_killed_one_is_named(fleet, tmp_path):
+    pytest.importorskip("ray")
+    fleet.engine("eu", None)
+    owner, run, ahead = uuid.uuid4().hex, tmp_path / "run", ["fleet.max_version_lag=1", "algorithm.anchor=rollout"]
+
+    def train_by_ray():
+        run.mkdir(exist_ok=True)
+        (run / "fleet.json").write_text(json.dumps({"run_id": "run"}))
+        overrides = [*STEPS, *fleet.settings(), "fleet.anchor_every=2", *ahead]
+        layout = ["launch=ray", "trainer.layout.dp_shard=2"]
+        return train(run, SMALL, *overrides, *layout, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+
+    with held(run, 3):
+        process = train_by_ray()
+        until(lambda: steps(run) == 3, process)
+        ranks = ranks_of(owner)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert re.search(r"rlloop: rank [01] of 2: ", output), output
+    assert not ray_processes(owner), "processes were left behind"
+    finish([train_by_ray()])
+    assert not ray_processes(owner), "processes were left behind"
+    assert events(run, "quarantined") == []
+    fleet.close()
+    fleet.engine("eu", None)
+    finish(begin(fleet, tmp_path / "alone", 1, *ahead))
+    assert outcome(run) == outcome(tmp_path / "alone")
+    assert newest(run) == newest(tmp_path / "alone")
+    assert Head.decode((run / "weights/latest").read_bytes()).shortcuts, "an anchor"
 
 
 @pytest.mark.slow

@@ -20,3 +20,8 @@ def ray_processes(owner: str) -> dict[int, str]:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def ranks_of(owner: str) -> list[int]:
+    """The processes of a trainer's ranks."""
+    return sorted(pid for pid, command in ray_processes(owner).items() if "ray::Colocated" in command)

@@ -89,7 +89,7 @@ def test_several_ranks_need_a_launcher_which_is_named():
         check_launch(config({"dp_shard": 2}), 1)
     assert "launch=ray" in str(refused.value)
     assert "torchrun --nproc-per-node 2 -m rlloop train" in str(refused.value)
-    with pytest.raises(ConfigError, match=r"is one process. Start it as\n  torchrun --nproc-per-node 2 -m rlloop"):
+    with pytest.raises(ConfigError, match=r"is one process. Add launch=ray to the command, or start it as\n  torchrun"):
         check_launch(config({"dp_shard": 2}, fleet=FleetConfig(FleetKind.regions)), 1)
     check_launch(config({"dp_shard": 2}), 2)
     check_launch(config({"dp_shard": 2}, launch=Launch.ray), 1)
@@ -114,6 +114,9 @@ def test_replicas_are_one_beside_one_rank():
     assert config().replicas == 1
     assert config({"dp_shard": 2}).replicas == 0
     assert config({"dp_shard": 2}, ray=RayConfig(replicas=3)).replicas == 3
+    assert config(launch=Launch.ray, fleet=FleetConfig(FleetKind.regions)).replicas == 0
+    with pytest.raises(ConfigError, match=r"ray.replicas=2 starts some here; set it to 0"):
+        config(launch=Launch.ray, fleet=FleetConfig(FleetKind.regions), ray=RayConfig(replicas=2))
 
 
 def test_layouts_may_change_at_resume(tmp_path):

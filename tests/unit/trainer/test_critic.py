@@ -11,6 +11,7 @@ import torch
 from rlloop.config.algorithm import AlgorithmConfig, CriticConfig
 from rlloop.config.layout import LayoutConfig
 from rlloop.config.run import Launch, RunConfig
+from rlloop.config.rollout import RolloutConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import load_model
@@ -105,7 +106,6 @@ def test_what_a_critic_does_not_go_with_is_named():
     with pytest.raises(ConfigError, match=r"algorithm.advantage is 'group_norm'; it must be raw with a critic"):
         AlgorithmConfig(loss="ppo", advantage="group_norm", critic=CriticConfig(lr=1e-3))
     algorithm = AlgorithmConfig(loss="ppo", advantage="raw", critic=CriticConfig(lr=1e-3))
-    with pytest.raises(ConfigError, match=r"algorithm.critic trains beside the policy in one process"):
-        RunConfig(algorithm=algorithm, launch=Launch.ray)
-    with pytest.raises(ConfigError, match=r"leave the layouts at 1"):
-        RunConfig(algorithm=algorithm, trainer=TrainerConfig(layout=LayoutConfig(dp_shard=2)))
+    with pytest.raises(ConfigError, match=r"algorithm.critic is not for a pipeline, and trainer.layout.pp is 2; set"):
+        RunConfig(algorithm=algorithm, trainer=TrainerConfig(layout=LayoutConfig(pp=2)), rollout=RolloutConfig(layout=LayoutConfig(pp=2)))
+    RunConfig(algorithm=algorithm, launch=Launch.ray, trainer=TrainerConfig(layout=LayoutConfig(dp_shard=2)))
