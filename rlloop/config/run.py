@@ -197,7 +197,6 @@ class RunConfig:
             raise ConfigError("rollout.drift and rollout.profile compare numerics in one process; use fleet=node")
         if self.fleet.max_version_lag == 0:
             return
-        self._check_past_weights(f"fleet.max_version_lag={self.fleet.max_version_lag}")
         if self.algorithm.max_refills:
             raise ConfigError(
                 "algorithm.max_refills asks for prompts in turn; set it to 0, or fleet.max_version_lag to 0"
@@ -214,19 +213,11 @@ class RunConfig:
                 f"fleet.max_version_lag={self.fleet.max_version_lag} samples whole batches ahead, and {prompts} "
                 "carries single conversations; set one of them to 0"
             )
-        self._check_past_weights(prompts)
         if self.rollout.drift.declared or self.rollout.profile != RolloutProfile():
             raise ConfigError(f"rollout.drift and rollout.profile compare one version at a time; {prompts} mixes them")
         if self.algorithm.max_refills:
             raise ConfigError("algorithm.max_refills asks for prompts in turn; set it or rollout.partial.prompts to 0")
         self._check_corrected(prompts)
-
-    def _check_past_weights(self, setting: str) -> None:
-        if self.trainer.shard == "parameters" and self.trainer.layout.checked("trainer").dp_shard > 1:
-            raise ConfigError(
-                f"{setting} compares tokens under past versions, whose weights trainer.shard=parameters has in pieces "
-                f"that no forward gathers; set trainer.shard=optimizer, or {setting.partition('=')[0]}=0"
-            )
 
     def _check_corrected(self, setting: str) -> None:
         if self.algorithm.anchor is not Anchor.rollout and not self.algorithm.correction:

@@ -32,7 +32,7 @@ from rlloop.rollout import Engine, vllm
 from rlloop.study.drifted_ops import drifted_ops
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
-from rlloop.trainer.history import WeightHistory
+from rlloop.trainer.history import Sharded, WeightHistory
 from rlloop.types import Sample
 
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
@@ -157,7 +157,8 @@ def make_history(model: Model, trainer: Trainer, config: RunConfig) -> WeightHis
     lag = partial.max_version_lag if partial.prompts else config.fleet.max_version_lag
     if lag == 0:
         return None
-    return WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws)
+    past = None if trainer.sharded is None else Sharded(model, trainer.sharded)
+    return WeightHistory(model, lag, config.trainer.max_batch_tokens, trainer.moe, redraws=config.redraws, past=past)
 
 
 def make_critic(config: RunConfig, path: str | Path, context: ParallelContext | None = None) -> Critic | None:

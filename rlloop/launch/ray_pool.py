@@ -358,7 +358,7 @@ class RemoteCritic:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
-    def advantages(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
         return self._handle.call("critic.advantages", samples)()
 
     def update(self, samples: Sequence[Sample]) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlloop.metrics import Reduction
-from rlloop.models import Model, score
+from rlloop.models import Model, ScoreRow, score
 from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.batching import MicroBatch, StepBatch
 from rlloop.trainer.moe import MoeTraining
@@ -65,6 +65,14 @@ def forwards(
         else:
             results.append(work(micro))
     return results
+
+
+def short(model: Model, step: StepBatch) -> Tensor:
+    """The forward of a rank without a micro-batch where layers are sharded: it meets the others at each."""
+    vision = model.config.vision
+    placeholders = () if vision is None else vision.placeholders.values()
+    token = next(each for each in step.rows[0].token_ids if each not in placeholders)  # others need an image
+    return score(model, [ScoreRow([token, token], [1])])[0]
 
 
 def all_leaves(leaves: list[Leaf], model: Model) -> list[Leaf]:

@@ -177,11 +177,32 @@ class MasterWeights:
                 continue
             if not shard.shares_memory and name not in rounded:
                 self._published(shard).copy_(shard.scaled)
-        whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
-        share_rows((shard, shard.live.detach()) for shard in whole)
+        self._share()
         if self.rounding is not None:
             for name, shard in self.shards.items():
                 shard.live.copy_(self.rounding(name, shard.live.detach()))
+
+    def _share(self) -> None:
+        """Copy each rank's rows of what is whole on all to the others. Collective."""
+        whole = (each for each in self.shards.values() if self.layers is None or self.layers.rows(each.name) is None)
+        share_rows((shard, shard.live.detach()) for shard in whole)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Copies of the compute copy, as much of it as this rank owns, and of frozen parameters, by name."""
+        owned = {name: self._published(shard) for name, shard in self.shards.items()}
+        entries = self.parameters.entries.items()
+        return {name: owned.get(name, entry.live.detach()).clone() for name, entry in entries}
+
+    @torch.no_grad()
+    def write_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Compute with what `rows` returned once; masters that are live parameters are written with them. Collective.
+        """
+        if self.layers is not None:
+            self.layers.free()
+        for name, entry in self.parameters.entries.items():
+            live = self._published(self.shards[name]) if name in self.shards else entry.live.detach()
+            live.copy_(rows[name])
+        self._share()
 
     def _published(self, shard: Shard) -> Tensor:
         """This rank's rows of the compute copy, to write into."""

@@ -25,7 +25,7 @@ from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.models.prompt_scores import score_prompt
 from rlloop.models.shared_prompts import why_not_shared
 from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_step_batch
-from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds
+from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds, short
 from rlloop.trainer.master_weights import MasterWeights, Rounding
 from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.optimizer import ShardedAdamW
@@ -101,6 +101,11 @@ class Trainer:
     def masters(self) -> Mapping[str, Tensor]:
         """The weights that train, float32, by Hugging Face name: the rows that this rank owns."""
         return self._masters.tensors
+
+    @property
+    def sharded(self) -> MasterWeights | None:
+        """The masters, where the layers' compute copy has memory only while they compute (`shard="parameters"`)."""
+        return None if self._masters.layers is None else self._masters
 
     def round_weights(self, rounding: Rounding) -> None:
         """From now on compute with `rounding(name, weight)` in each weight's place. Gradients by the rounded weights go
@@ -329,7 +334,7 @@ class Trainer:
         gradients, stage = self._masters.gradients, self.model.stage
         for count, micro in rounds(step.micro_batches, self._ranks) if stage.whole else ():
             if micro is None and self._masters.layers is not None:
-                gradients.collect(count, lambda: self._short(step).sum().backward(), idle=True)
+                gradients.collect(count, lambda: short(self.model, step).sum().backward(), idle=True)
             else:
                 gradients.collect(count, None if micro is None else partial(_both, work, micro))
 
@@ -346,13 +351,6 @@ class Trainer:
         self.moe.gather(self._ranks)
         self._has_gradient = True
 
-    def _short(self, step: StepBatch) -> Tensor:
-        """The forward of a rank without a micro-batch where layers are sharded: it meets the others at each."""
-        vision = self.model.config.vision
-        placeholders = () if vision is None else vision.placeholders.values()
-        token = next(each for each in step.rows[0].token_ids if each not in placeholders)  # others need an image
-        return score(self.model, [ScoreRow([token, token], [1])])[0]
-
     def compute_copy(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights whole, one at a time, in the compute type, for engines that hold other parts of them.
         Collective."""
@@ -362,7 +360,7 @@ class Trainer:
     def _score(self, step: StepBatch) -> list[Leaf]:
         """The policy's forwards over all micro-batches, without a graph. Collective."""
         work = partial(forward, self.model, step, moe=self.moe, redraws=self.redraws)
-        idle = self.model.without_tokens if self._masters.layers is None else partial(self._short, step)
+        idle = self.model.without_tokens if self._masters.layers is None else partial(short, self.model, step)
         leaves = forwards(step.micro_batches, self._ranks, work, idle)
         return all_leaves(leaves, self.model)
 

@@ -130,10 +130,11 @@ def test_rays_ranks_publish_what_one_does_and_a_killed_one_is_named(fleet, tmp_p
 
 
 @pytest.mark.slow
-def test_ranks_one_step_ahead(fleet, tmp_path):
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_ranks_one_step_ahead(fleet, tmp_path, shard):
     """Whole versions are stored by a thread, between the calls of the loop."""
     fleet.engine("eu", None)
-    ahead = ["fleet.max_version_lag=1", "algorithm.anchor=rollout", "trainer.layout.dp_shard=2"]
+    ahead = ["fleet.max_version_lag=1", "algorithm.anchor=rollout", "trainer.layout.dp_shard=2", f"trainer.shard={shard}"]
     run = tmp_path / "run"
     finish(begin(fleet, run, 2, *ahead))
     lags = [json.loads(line)["rollout/version_lag"] for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]

@@ -84,7 +84,7 @@ def test_versions_of_an_adapter_are_kept_and_scored_over_one_base(tmp_path):
     model = with_lora(load_model(tmp_path / "base"), LORA, 0)
     trainer, engine = Trainer(model, TrainerConfig(lr=1e-2)), Engine(model)
     history, samples = WeightHistory(model, 1, 64, trainer.moe), []
-    assert history._twin.model.layers is model.model.layers
+    assert history._past.model.model.layers is model.model.layers
     for version in range(2):
         engine.set_version(version)
         history.remember(version)
