@@ -125,7 +125,8 @@ class _Actors:
         self._handles: list[RayHandle] = []
 
     def start(self, kind: type, name: str, size: int, *further: Any) -> RayHandle:
-        """A worker of `size` ranks; `further`: arguments of its own. Rank 0 of the first is on this machine, if there is room, for it writes files."""
+        """A worker of `size` ranks; `further`: arguments of its own. Rank 0 of the first is on this machine, if there
+        is room, for it writes files."""
         ray = self.ray
         mine, self.bundles = self.bundles[:size], self.bundles[size:]
         variables = {"OMP_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE"}

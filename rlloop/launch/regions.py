@@ -143,7 +143,11 @@ class RemotePublisher:
 
 @contextmanager
 def fleet_of(
-    config: RunConfig, folder: RunFolder, publisher: Publisher | RemotePublisher, vocabulary: int, fingerprint: dict[str, Any]
+    config: RunConfig,
+    folder: RunFolder,
+    publisher: Publisher | RemotePublisher,
+    vocabulary: int,
+    fingerprint: dict[str, Any],
 ) -> Iterator[tuple[PoolEngine, Executor]]:
     """The pool of engines as one engine, and a thread to publish in; beside them the server that engines join by.
 

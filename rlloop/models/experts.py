@@ -108,7 +108,8 @@ class Experts(nn.Module):
         if self.division is not None and self.division.size == 0:
             adapted = [factors for weight in weights.values() if (factors := step.ops.adapted(weight))]
             terms = [factor for factors, _ in adapted for factor in (factors.down, factors.up)]
-            return _OfNone.apply(x, chosen.shape[1], *(each for each in (*weights.values(), *terms) if each.requires_grad))
+            trained = [each for each in (*weights.values(), *terms) if each.requires_grad]
+            return _OfNone.apply(x, chosen.shape[1], *trained)
         up, down = weights["gate_up_proj" if self.gated else "up_proj"], weights["down_proj"]
         if self.clamp is None:
             return step.ops.experts(x, up, down, chosen, self.gated)

@@ -113,7 +113,8 @@ class PackedWeight(torch.Tensor):
         by_kernel = _kernels(self.codes.device).dequantised
         if by_kernel is not None:
             return by_kernel(self)
-        if len(self.codes.shape) > 2 and len(self):  # one matrix at a time: float32 values of all would take twice the memory
+        if len(self.codes.shape) > 2 and len(self):
+            # One matrix at a time: float32 values of all would take twice the memory.
             matrices = [self.matrix(index).dequantised() for index in range(len(self))]
             return torch.stack(matrices)
         values, scales = self.values(), self.group_scales()

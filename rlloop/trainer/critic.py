@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TypeVar
 
@@ -168,7 +168,7 @@ class Critic:
         for count, micro in rounds(step.micro_batches, self._ranks):
             self._masters.gradients.collect(count, None if micro is None else partial(work, micro))
         losses, cut, gradients = zip(*self._of_all(own), strict=True)
-        self.head.grad = sum(gradients[1:], gradients[0]).to(self.head.device)  # in order of micro-batches
+        self.head.grad = reduce(torch.add, gradients).to(self.head.device)  # in order of micro-batches
         return sum(losses), sum(cut) / step.total_tokens
 
     def _apply(self) -> float:

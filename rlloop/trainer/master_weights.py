@@ -195,8 +195,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Compute with what `rows` returned once; masters that are live parameters are written with them. Collective.
-        """
+        """Compute with what `rows` returned once; masters that share memory with it are written, too. Collective."""
         if self.layers is not None:
             self.layers.free()
         for name, entry in self.parameters.entries.items():

@@ -134,7 +134,12 @@ def test_rays_ranks_publish_what_one_does_and_a_killed_one_is_named(fleet, tmp_p
 def test_ranks_one_step_ahead(fleet, tmp_path, shard):
     """Whole versions are stored by a thread, between the calls of the loop."""
     fleet.engine("eu", None)
-    ahead = ["fleet.max_version_lag=1", "algorithm.anchor=rollout", "trainer.layout.dp_shard=2", f"trainer.shard={shard}"]
+    ahead = [
+        "fleet.max_version_lag=1",
+        "algorithm.anchor=rollout",
+        "trainer.layout.dp_shard=2",
+        f"trainer.shard={shard}",
+    ]
     run = tmp_path / "run"
     finish(begin(fleet, run, 2, *ahead))
     lags = [json.loads(line)["rollout/version_lag"] for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]

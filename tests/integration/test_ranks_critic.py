@@ -16,8 +16,8 @@ from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer.critic import Critic
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
-from tests.support.ranked_run import finish, same, start
 from tests.support.rank_updates import DENSE, MIXTURE, digests, digests_of
+from tests.support.ranked_run import finish, same, start
 from tests.support.ranks import run_ranks
 from tests.support.train_sequences import VOCAB
 

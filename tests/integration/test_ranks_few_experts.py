@@ -33,7 +33,7 @@ CASES = {
 }
 TP = {"tp": RANKS}
 LAYOUTS = [TP, {**TP, "layers": 1}]
-FOLDERS = {  # one tensor an expert; all of them in one
+FOLDERS: dict[str, dict[str, Any]] = {  # one tensor an expert; all of them in one
     "qwen3_moe": {"num_experts": EXPERTS, "num_experts_per_tok": 1},
     "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 1},
 }

@@ -16,7 +16,10 @@ from tests.support.ranks import run_ranks
 from tests.support.train_sequences import VOCAB
 
 NAMES = ("dense", "dense bfloat16", "experts")  # masters that are the rows themselves, and others
-LAYOUTS: dict[int, list[dict[str, int]]] = {2: [{"dp_shard": 2, "layers": 1}, {"tp": 2}], 3: [{"dp_shard": 3, "layers": 1}]}
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"dp_shard": 2, "layers": 1}, {"tp": 2}],
+    3: [{"dp_shard": 3, "layers": 1}],
+}
 
 
 def samples() -> list[Sample]:

@@ -10,8 +10,8 @@ import torch
 
 from rlloop.config.algorithm import AlgorithmConfig, CriticConfig
 from rlloop.config.layout import LayoutConfig
-from rlloop.config.run import Launch, RunConfig
 from rlloop.config.rollout import RolloutConfig
+from rlloop.config.run import Launch, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.models import load_model
@@ -107,5 +107,9 @@ def test_what_a_critic_does_not_go_with_is_named():
         AlgorithmConfig(loss="ppo", advantage="group_norm", critic=CriticConfig(lr=1e-3))
     algorithm = AlgorithmConfig(loss="ppo", advantage="raw", critic=CriticConfig(lr=1e-3))
     with pytest.raises(ConfigError, match=r"algorithm.critic is not for a pipeline, and trainer.layout.pp is 2; set"):
-        RunConfig(algorithm=algorithm, trainer=TrainerConfig(layout=LayoutConfig(pp=2)), rollout=RolloutConfig(layout=LayoutConfig(pp=2)))
+        RunConfig(
+            algorithm=algorithm,
+            trainer=TrainerConfig(layout=LayoutConfig(pp=2)),
+            rollout=RolloutConfig(layout=LayoutConfig(pp=2)),
+        )
     RunConfig(algorithm=algorithm, launch=Launch.ray, trainer=TrainerConfig(layout=LayoutConfig(dp_shard=2)))
