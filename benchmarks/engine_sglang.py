@@ -1,9 +1,9 @@
 """SGLang's engine as a peer of rlloop's in `gpu_engine.py --sglang FOLDER`.
 
 FOLDER holds SGLang and what it needs, beside the interpreter's torch (`pip install --target FOLDER sglang==0.5.16`); it
-comes first on the path of SGLang's own processes alone, for its releases of transformers and others are not those of
-vLLM. FOLDER may lack FlashInfer: SGLang then takes norms from its own compiled kernels; it samples by PyTorch at a
-temperature of 1 either way. Kernels that SGLang compiles at first use need nvcc, or are in FOLDER/jitcache.
+is the whole PYTHONPATH of SGLang's processes and on no other's, for its releases of transformers and others are not
+those of vLLM. FOLDER may lack FlashInfer: SGLang then takes norms from its own compiled kernels; it samples by PyTorch
+at a temperature of 1 either way. Kernels that SGLang compiles at first use need nvcc, or are in FOLDER/jitcache.
 
 SGLang is set up as it comes on Hopper: FlashAttention 3, the scheduler overlapping the GPU's work, prompts in chunks of
 8,192 tokens, graphs of decode and of prompts, a radix cache of prefixes. Beyond that: graphs for as many requests as
@@ -13,7 +13,6 @@ its rounds its scheduler sleeps, so that it takes no core from an engine whose t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +40,7 @@ def environment(folder: Path) -> dict[str, str]:
     """Of SGLang's processes."""
     place = str(folder.resolve())
     made = {
-        "PYTHONPATH": os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": place,  # nothing else: it would import vLLM, too, where it finds it
         "HF_HUB_OFFLINE": "1",
         "CUDA_MODULE_LOADING": "LAZY",
     }
