@@ -1,6 +1,6 @@
 """Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and nine shapes of models.
 
-    python benchmarks/gpu_engine.py [--vllm] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--quick] [--list]
+    python benchmarks/gpu_engine.py [--vllm] [--sglang FOLDER] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--list]
 
 Cells are `SHAPE/WORK`. Work: `crowd` 256 requests of 128 tokens in and 256 out, `few` 32 of them, `one` of them,
 `groups` 64 prompts of 64 to 512 tokens, 8 completions each of 32 to 1,024, and `long` 32 of 8,192 in and 256 out.
@@ -17,14 +17,17 @@ prefix caching as they come, as many sequences at once as there are requests, ro
 what the GPU has left: the same for every engine), and `flat_logprobs`, which spare its host an object a token. rlloop's
 requests have seeds, which cost it nothing.
 
+With `--sglang` they go through SGLang too, unseeded, from a folder with its packages (`engine_sglang.py` says how it is
+set up, and what that folder needs).
+
 An engine that ends in the middle is left out, and what it and its processes wrote last is printed; rlloop's figures are
-recorded all the same. vLLM is started again alone, after the others, with the next of `SETUPS` that fits the shape, and
-its name says which (`--setup` begins with one of them; `--in-process` keeps vLLM's engine in the process that asks it,
-so that its errors come with their own traceback; `--logs FOLDER` keeps all that engines write). Figures are recorded
-work by work.
+recorded all the same. A peer is started again alone, after the others, with the next of its `SETUPS` that fits the
+shape, and its name says which (`--setup` begins with one of vLLM's; `--in-process` keeps vLLM's engine in the process
+that asks it, so that its errors come with their own traceback; `--logs FOLDER` keeps all that engines write). Figures
+are recorded work by work.
 
 Then the trainer scores some of each engine's last round: k3 is the mean of exp(d) - d - 1, d its logprob less the
-engine's. A model of more than 32 GB is not written to the disk: vLLM makes weights of its own, and has no k3.
+engine's. A model of more than 32 GB is not written to the disk: peers make weights of their own, and have no k3.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import cells
+import engine_sglang
 import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder, random_model
@@ -57,6 +61,7 @@ SIDES = {  # name -> (who runs, environment)
     "vLLM default": ("vllm", {**LOGS, "VLLM_PLUGINS": "none"}),
     "vLLM batch-invariant": ("vllm", {**LOGS, "VLLM_PLUGINS": "none", "VLLM_BATCH_INVARIANT": "1"}),
     "rlloop's model inside vLLM": ("tier1", LOGS),
+    engine_sglang.NAME: (engine_sglang.KIND, {}),  # and what its folder needs
 }
 AS_IT_COMES, TRITON, CAREFUL = "", "Triton's gated delta kernels", "half the requests at once, no CUDA graphs"
 SETUPS: dict[str, dict[str, Any]] = {  # of vLLM, in the order of trying; arguments of its LLM
@@ -65,7 +70,8 @@ SETUPS: dict[str, dict[str, Any]] = {  # of vLLM, in the order of trying; argume
     TRITON: {"additional_config": {"gdn_prefill_backend": "triton"}},
     CAREFUL: {"additional_config": {"gdn_prefill_backend": "triton"}, "enforce_eager": True},
 }
-AIMS = {"vLLM default": 1.0, "vLLM batch-invariant": 1.25}
+PEERS = "vllm", engine_sglang.KIND  # with weights of their own where none are written
+AIMS = {"vLLM default": 1.0, "vLLM batch-invariant": 1.25, engine_sglang.NAME: 1.0}
 WORKS = {
     "crowd": "256 x (128 in, 256 out)", "few": "32 x (128 in, 256 out)", "one": "1 x (128 in, 256 out)",
     "groups": "64 x 8 (64 to 512 in, 32 to 1,024 out)", "long": "32 x (8,192 in, 256 out)",
@@ -182,7 +188,10 @@ def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
 def serve(name: str, folder: Path, settings: dict[str, Any]) -> None:
     """A round for each line on stdin (`work index`); some of what the last one made stays in the folder."""
     kind = SIDES[name][0]
-    run = vllm_side(folder, settings) if kind == "vllm" else rlloop_side(folder, kind, settings)
+    if kind == engine_sglang.KIND:
+        run: Run = engine_sglang.side(folder, settings)
+    else:
+        run = vllm_side(folder, settings) if kind == "vllm" else rlloop_side(folder, kind, settings)
 
     def round_of(line: str) -> float:
         work, index = line.split()
@@ -217,7 +226,7 @@ def mismatch(folder: Path, settings: dict[str, Any], names: list[str]) -> dict[s
     for work in found:
         for name in names:
             made = folder / f"{list(SIDES).index(name)} {work}.json"
-            if (not written(folder) and SIDES[name][0] == "vllm") or not made.exists():
+            if (not written(folder) and SIDES[name][0] in PEERS) or not made.exists():
                 continue
             kept = json.loads(made.read_text())
             with torch.no_grad():
@@ -252,7 +261,7 @@ def speeds(
     folder: Path, settings: dict[str, Any], names: list[str], rounds: int, turns: bool,
     environment: dict[str, str], known: Callable[[str, Speeds, Setups], None], logs: Path | None,
 ) -> tuple[Speeds, Setups]:  # fmt: skip
-    """Tokens per second of each engine's rounds, by work, and how vLLM was set up. `turns`: all start, and then take
+    """Tokens per second of each engine's rounds, by work, and how peers were set up. `turns`: all start, and then take
     turns. `known` gets a work and all so far whenever there is more of it. Raises `SystemExit` where rlloop ends."""
     found: Speeds = {work: {} for work in settings["works"]}
     setups: Setups = {}
@@ -262,10 +271,17 @@ def speeds(
         command = [sys.executable, __file__, "--child", str(folder), json.dumps({**settings, "setup": setup}), name]
         return Child(name, command, {**SIDES[name][1], **environment}, None if logs is None else logs / f"{name}.log")
 
-    def measured(children: list[Child], works: list[str], setup: str) -> None:
+    def ways(name: str) -> list[str]:
+        kind = SIDES[name][0]
+        if kind == "vllm":
+            return setups_of(settings["shape"], settings["setup"])
+        return list(engine_sglang.SETUPS) if kind == engine_sglang.KIND else [AS_IT_COMES]
+
+    def measured(by_name: dict[str, str], works: list[str]) -> None:
         def ended(child: Child, error: Ended) -> None:
             if child.name == "rlloop":
                 raise error
+            setup = by_name[child.name]
             print(f"{setup and f'{setup}: '}{error}", file=sys.stderr, flush=True)
             errors.append("\n    ".join([f"{child.name} ended{setup and f' ({setup})'}", *error.errors]))
 
@@ -273,22 +289,21 @@ def speeds(
             if not by_side:
                 return
             found[work] |= by_side
-            setups.update({(work, name): setup for name in by_side})
+            setups.update({(work, name): by_name[name] for name in by_side})
             known(work, found, setups)
 
-        in_turns(children, works, rounds, more, ended)
+        in_turns([started(*each) for each in by_name.items()], works, rounds, more, ended)
 
-    first, *others = setups_of(settings["shape"], settings["setup"])
     for group in [names] if turns else [[name] for name in names]:
-        measured([started(name, first) for name in group], settings["works"], first)
+        measured({name: ways(name)[0] for name in group}, settings["works"])
         for name in group:
-            tries = iter(others if SIDES[name][0] == "vllm" else [])
+            tries = iter(ways(name)[1:])
             while left := [work for work in settings["works"] if name not in found[work]]:
                 if (setup := next(tries, None)) is None:
                     setups.update({(work, name): None for work in left})
                     break
                 print(f"{name}: once more, alone: {setup}", file=sys.stderr, flush=True)
-                measured([started(name, setup)], left, setup)
+                measured({name: setup}, left)
     for each in errors:  # once more, where they are seen
         print(each, file=sys.stderr, flush=True)
     return found, setups
@@ -299,7 +314,7 @@ def title_of(shape: str, work: str) -> str:
 
 
 def speed_figures(shape: str, work: str, found: Rounds, setups: Setups, seeded: bool) -> list[Figure]:
-    """Of one work: each engine of rlloop's beside each of vLLM's that was asked to run it."""
+    """Of one work: each engine of rlloop's beside each peer that was asked to run it."""
     import torch
 
     config, rates = EVERY[shape][1], device_rates(device_name()) if torch.cuda.is_available() else None
@@ -312,7 +327,8 @@ def speed_figures(shape: str, work: str, found: Rounds, setups: Setups, seeded: 
             said = None
             if peer is not None:
                 setup = setups[work, peer]
-                how = [peer, "seeded" if seeded else "unseeded", *([setup] if setup else [])]
+                seeds = "seeded" if seeded and SIDES[peer][0] == "vllm" else "unseeded"
+                how = [peer, seeds, *([setup] if setup else [])]
                 said = f"{peer}: it ended" if setup is None else ", ".join(how)
             figures.append(
                 Figure.of_rounds(
@@ -338,7 +354,7 @@ def figures_of(
     sizes = [sizes_of(work, index) for work in works for index in range(rounds + 1)]
     settings = {
         "shape": shape, "works": works, "seeded": seeded, "running": min(RUNNING, max(map(len, sizes))),
-        "cache": cache_bytes(shape, works, len(names) if turns else 1, memory),
+        "cache": cache_bytes(shape, works, len(names) if turns else 1, memory), "token": bytes_of(shape)[1],
         "most": min(150000, config.get("text_config", config)["vocab_size"]),
         "longest": max(sum(size) for each in sizes for size in each) + 16, "setup": setup,
     }  # fmt: skip
@@ -371,6 +387,7 @@ def figures_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", action="store_true", help="measure vLLM too")
+    parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="measure SGLang too, whose packages are there")
     parser.add_argument("--seeded", action="store_true", help="vLLM's requests have seeds, as rlloop's do")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
@@ -393,9 +410,15 @@ def main() -> None:
         else:
             serve(what, Path(folder), json.loads(settings))
         return
-    names = [name for name in (SIDES if args.vllm else ["rlloop"]) if name not in args.without]
+    asked = ["rlloop", *(["vllm", "tier1"] if args.vllm else []), *([engine_sglang.KIND] if args.sglang else [])]
+    names = [name for name, (kind, _) in SIDES.items() if kind in asked and name not in args.without]
+    packages = ["triton", *(["vllm"] if args.vllm else [])]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if args.in_process else {}
-
+    if args.sglang is not None:
+        engine_sglang.check(args.sglang)
+        sys.path.append(str(args.sglang))  # its version is read there
+        SIDES[engine_sglang.NAME][1].update(engine_sglang.environment(args.sglang))
+        packages.append("sglang")
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
 
@@ -403,7 +426,7 @@ def main() -> None:
         if args.quick or args.tiny:
             print(table(figures), flush=True)
         else:
-            report("gpu-engine", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
+            report("gpu-engine", figures, packages=tuple(packages), part=True)
 
     def measure(shape: str, works: list[str], rounds: int) -> None:
         figures_of(shape, works, names, rounds, args.seeded, record, args.setup, environment, args.logs)

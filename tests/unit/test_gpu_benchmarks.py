@@ -534,6 +534,65 @@ def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypat
     assert (figure.peer, figure.peer_value) == ("vLLM default: it ended", None)
 
 
+def test_sglang_is_tried_in_its_own_ways_and_named_so(module, tmp_path, monkeypatch):
+    engine, sglang, tried = module("gpu_engine"), module("engine_sglang"), []
+
+    class Child:
+        def __init__(self, name, command, environment, log) -> None:
+            self.name, self.setup = name, json.loads(command[-2])["setup"]
+
+    def in_turns(sides, works, rounds, known, ended):
+        tried.append([(each.name, each.setup) for each in sides])
+        for each in [each for each in sides if each.name == "SGLang" and each.setup != sglang.TRITON]:
+            ended(each, engine.Ended(each.name, 1, ["an Error"]))
+        known("one", {each.name: [2.0] for each in sides if each.name != "SGLang" or each.setup == sglang.TRITON})
+
+    monkeypatch.setattr(engine, "Child", Child)
+    monkeypatch.setattr(engine, "in_turns", in_turns)
+    settings = {"shape": "8B", "works": ["one"], "setup": engine.CAREFUL}  # vLLM's, which is not SGLang's
+    found, setups = engine.speeds(
+        tmp_path, settings, ["rlloop", "vLLM default", "SGLang"], 1, True, {}, lambda *_: None, None
+    )
+    assert tried == [
+        [("rlloop", ""), ("vLLM default", engine.CAREFUL), ("SGLang", "")],
+        [("SGLang", sglang.NO_PROMPTS)],
+        [("SGLang", sglang.TRITON)],
+    ]
+    figures = engine.speed_figures("8B", "one", found["one"], setups, True)  # SGLang's requests have no seeds
+    assert [each.peer for each in figures] == [
+        f"vLLM default, seeded, {engine.CAREFUL}", f"SGLang, unseeded, {sglang.TRITON}",
+    ]  # fmt: skip
+
+
+def test_sglang_has_packages_of_its_own_and_the_room_of_the_others(module, tmp_path, monkeypatch):
+    sglang, site = module("engine_sglang"), tmp_path / "site"
+    with pytest.raises(SystemExit, match=r"site has no SGLang: pip install --target .*site sglang"):
+        sglang.check(site)
+    (site / "sglang-0.5.16.dist-info").mkdir(parents=True)
+    (site / "sglang-0.5.16.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.16\n")
+    sglang.check(site)
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    made = sglang.environment(site)
+    assert made["PYTHONPATH"] == str(site)
+    assert made["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
+    assert "TVM_FFI_CACHE_DIR" not in made
+    (site / "jitcache").mkdir()
+    (site / "flashinfer_python-0.6.14.dist-info").mkdir()
+    (site / "flashinfer_python-0.6.14.dist-info" / "METADATA").write_text("Name: flashinfer-python\nVersion: 0.6.14\n")
+    made = sglang.environment(site)
+    assert made["TVM_FFI_CACHE_DIR"] == str(site / "jitcache")
+    assert "SGLANG_IS_FLASHINFER_AVAILABLE" not in made
+
+    settings = {"running": 512, "cache": 1 << 30, "token": 1 << 17, "setup": ""}
+    made = sglang.arguments(tmp_path, settings)
+    assert (made["max_total_tokens"], made["max_running_requests"], made["load_format"]) == (8192, 512, "dummy")
+    assert (made["attention_backend"], made["cuda_graph_max_bs_decode"]) == ("fa3", 512)
+    (tmp_path / "model.safetensors").touch()
+    made = sglang.arguments(tmp_path, settings | {"running": 1, "setup": sglang.TRITON})
+    assert (made["load_format"], made["cuda_graph_max_bs_decode"]) == ("auto", 256)  # as it comes: of 256 requests
+    assert (made["attention_backend"], made["disable_prefill_cuda_graph"]) == ("triton", True)
+
+
 def test_random_packed_experts_are_those_that_a_checkpoint_would_have(module):
     packed, shapes = module("gpu_packed"), module("gpu_shapes")
     config = packed.work_of(True)[0]
