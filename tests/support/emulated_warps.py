@@ -183,7 +183,7 @@ class Kernel:
                 "num_programs": lambda axis: values(self._programs),
                 "warp_specialize": lambda works, warps, registers: groups.run(works),
                 "constexpr": object,
-                **dict.fromkeys(("DotOperandLayout", "DistributedLinearLayout", "SwizzledSharedLayout"), nothing),
+                **dict.fromkeys(("DotOperandLayout", "DistributedLinearLayout"), nothing),
             }
         )
         names = {**vars(decode), **vars(prefill_loads), **vars(prefill), "_prefill": KERNEL}
@@ -202,8 +202,6 @@ class Kernel:
             async_copy=SimpleNamespace(
                 async_copy_global_to_shared=lambda tile, at, mask: tile.copy_(load(at, mask)),
                 mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(WARPGROUP),
-                commit_group=nothing,
-                wait_group=nothing,
             ),
             warpgroup_mma=product,
             warpgroup_mma_wait=landed,
@@ -213,7 +211,6 @@ class Kernel:
             if hasattr(each, "fn") and hasattr(each.fn, "__code__"):
                 names[name] = FunctionType(each.fn.__code__, names, name, each.fn.__defaults__)
         block = names["_block"]  # numbers of a kernel have `to`, those of Python do not
-        names["_faded"] = lambda sums, fade, layout: sums * fade[:, None]  # it is written in assembler
         names["divided"] = lambda sums, total: sums / total[:, None]  # it asks for layouts
         names["_block"] = lambda *given: tuple(map(values, block(*given)))
         self._gl, self._run, self._programs = gl, names["_prefill"], 1

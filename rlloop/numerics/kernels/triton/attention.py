@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, hopper, power_of_two
-from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 from rlloop.numerics.layout import AttentionLayout
 
@@ -47,7 +46,6 @@ WIDE = 256  # numbers of a value
 WIDE_HALF = Tiles(64, 8, 1)
 WIDE_FLOAT32 = Tiles(16, 8, 1)
 LOG2E = 1.4426950408889634
-SLACK = tl.constexpr(segments.SLACK)
 
 
 @triton.jit
@@ -61,13 +59,6 @@ def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
         else:
             high = middle
     return low
-
-
-@triton.jit
-def _moved(top, highest):
-    """What masses are relative to: a score that is not much lower than the highest so far. Few tiles move it, and the
-    sums so far keep their scale under all others, as FlashAttention 4 does it."""
-    return tl.where(highest > top + SLACK, highest, top)
 
 
 @triton.jit
@@ -134,7 +125,7 @@ def _tile(
         if WINDOW > 0:
             reads = reads & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(reads, scores, float("-inf"))
-    highest = _moved(top, tl.max(scores, 1) * scale)
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
     base = highest
     if WINDOW > 0:
         base = tl.where(highest == float("-inf"), 0.0, highest)

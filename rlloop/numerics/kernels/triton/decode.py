@@ -14,14 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.launch import EXACT
 
 ROWS = 16  # of queries: heads that share a key-value head
 COLUMNS = 64  # of a copy: the accelerator swizzles rows of 128 bytes, in groups
 LEAST_PAGE = 8  # of so many
 WIDTHS = (64, 128, 256)
-SLACK = gl.constexpr(segments.SLACK)
 
 
 def takes(q: Tensor, v: Tensor, v_step: int, block_size: int) -> bool:
@@ -79,12 +77,6 @@ def divided(sums, total):
 
 
 @gluon.jit
-def moved(top, highest):
-    """`attention._moved`."""
-    return gl.where(highest > top + SLACK, highest, top)
-
-
-@gluon.jit
 def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.constexpr):
     """(top, total, factor of the sums so far, masses of a tile's keys). `MASKED`: only the first `left` keys count."""
     TILE: gl.constexpr = keys.shape[0]
@@ -93,7 +85,7 @@ def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.
     if MASKED:
         seen = gl.arange(0, TILE, gl.SliceLayout(0, MMA)) < left
         scores = gl.where(seen[None, :], scores, float("-inf"))
-    highest = moved(top, gl.max(scores, 1) * scale)
+    highest = gl.maximum(top, gl.max(scores, 1) * scale)
     masses = gl.exp2(gl.fma(scores, gl.full(scores.shape, scale, gl.float32, MMA), (-highest)[:, None]))
     fade = gl.exp2(top - highest)
     return highest, gl.fma(total, fade, gl.sum(masses, 1)), fade, masses

@@ -2,4 +2,3 @@
 
 TILE = 64  # keys of a step of the online softmax, at absolute positions
 SEGMENT = 1024  # keys after which the softmax begins anew
-SLACK = 8.0  # log2 by which a score may exceed what masses are relative to, before they are made relative to it
