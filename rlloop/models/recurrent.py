@@ -103,9 +103,9 @@ class _ByHead(nn.Module):
         values = self.channels.values
         return {} if values is None else dict.fromkeys(("dt_bias", "A_log", "D"), (0, values))
 
-    def _spread(self, step: Step) -> _Channels:
+    def spread(self, cp: Ranks) -> _Channels:
         """This layer over context-parallel ranks."""
-        return _channels_over(step.context.ranks("cp"), *self._shape)
+        return _channels_over(cp, *self._shape)
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, step: Step) -> Tensor:
         """`Ops.scan` over this rank's heads. If several ranks read a key head, its gradient is a sum over ranks, so in
@@ -138,7 +138,7 @@ class DeltaNet(_ByHead):
         self.in_proj_a = Linear(config.hidden_size, delta.num_heads, rows=own.values)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        ops, delta, own, spread = step.ops, self.config, self.channels, self._spread(step)
+        ops, delta, own, spread = step.ops, self.config, self.channels, self.spread(step.context.ranks("cp"))
         projected = [each(x, ops) for each in (self.in_proj_qkv, self.in_proj_a, self.in_proj_b)]
         mixed, a, b = _all_tokens(projected, spread, step)
         mixed = self.conv1d(mixed, step, self.layer, spread.mixed)
@@ -180,7 +180,7 @@ class Mamba(_ByHead):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        ops, mamba, own, spread = step.ops, self.config, self.channels, self._spread(step)
+        ops, mamba, own, spread = step.ops, self.config, self.channels, self.spread(step.context.ranks("cp"))
         gate, *parts = self.in_proj(x, ops).split((own.widths[0], sum(own.widths), len(self.A_log)), dim=-1)
         mixed, dt = _all_tokens(parts, spread, step)
         mixed = self.conv1d(mixed, step, self.layer, spread.mixed)

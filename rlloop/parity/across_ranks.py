@@ -60,10 +60,15 @@ def of_weights(weights: Sequence[dict[str, str]]) -> Finding:
 
 
 def of_ranks(findings: Sequence[Finding]) -> Finding:
-    """Combine the findings of all ranks into one, which names the ranks on which an operation differs."""
-    ranks = [rank for rank, each in enumerate(findings) if each.details["op"] is not None]
-    if not ranks:
+    """Combine the findings of all ranks into one: the first operation that differs on any, and on which ranks it does.
+
+    What one rank computes wrongly reaches the others in a later operation.
+    """
+    different = {rank: each for rank, each in enumerate(findings) if each.details.get("op") is not None}
+    if not different:
         return findings[0]
+    soonest = min(each.order for each in different.values())
+    ranks = [rank for rank, each in different.items() if each.order == soonest]
     first = findings[ranks[0]]
     text = f"On {_named(ranks, len(findings))}: {first.text}"
     return replace(first, text=text, details={**first.details, "ranks": ranks})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,9 @@ from rlloop.models.vision import PlacedFeatures, place_features
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, RecurrentState
 from rlloop.numerics.ops import Ops
 from rlloop.numerics.profile import NumericsProfile
+from rlloop.parallel.cut import shares
 from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.parity.own_rows import own_rows
 from rlloop.types import ModelInput, Sample, SamplingParams
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # views that compare bits, by item size
@@ -97,7 +99,7 @@ class Trace:
         def call(*args: Any, **options: Any) -> Any:
             result: Any = function(*args, **options)
             where = next((name for arg in args if (name := self._name_of(arg)) is not None), self._layer)
-            self._layer = re.sub(r"(\.\d+)\..*", r"\1", where)  # model.layers.3.mlp.up_proj -> model.layers.3
+            self._layer = _layer_of(where)
             if op == "rms_norm":
                 self.calls += [Call(where, "residual sum", result[1]), Call(where, op, result[0])]
             elif op == "route":
@@ -148,16 +150,44 @@ def pairs(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
     A result that one side lacks, has more often or has in another shape is left out: transformers' modules, and the
     other form of latent attention, compute some things differently.
     """
+    return ((call, other) for call, other in _of_one_name(mine, theirs) if other.rows.numel() == call.rows.numel())
+
+
+def _of_one_name(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Call]]:
     by_name: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
     for side, calls in enumerate((mine, theirs)):
         for call in calls:
-            by_name.setdefault((call.where, call.op), ([], []))[side].append(call)
+            by_name.setdefault(_name(call), ([], []))[side].append(call)
     for call in mine:
-        ours, others = by_name[call.where, call.op]
+        ours, others = by_name[_name(call)]
         if len(ours) == len(others):
-            other = next(other for same, other in zip(ours, others, strict=True) if same is call)
-            if other.rows.numel() == call.rows.numel():
-                yield call, other
+            yield call, next(other for same, other in zip(ours, others, strict=True) if same is call)
+
+
+def _name(call: Call) -> tuple[str, str]:
+    """Of a layer's one convolution the layer is enough: a context-parallel rank's part of its weight has no name."""
+    return _layer_of(call.where) if call.op == "causal_conv" else call.where, call.op
+
+
+def _layer_of(where: str) -> str:
+    """Example: model.layers.3.mlp.up_proj -> model.layers.3."""
+    return re.sub(r"(\.\d+)\..*", r"\1", where)
+
+
+def _aligned(trainer: Model, ours: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, Tensor, int]]:
+    """The engine's calls, each with the trainer's result for the same tokens and the first of these; beside a
+    context-parallel rank of the trainer the engine's are cut to that rank's part."""
+    if trainer.context.ranks("cp").size == 1:
+        yield from ((mine, other.rows, 0) for mine, other in pairs(ours, theirs))
+        return
+    divided = trainer.context.ranks("ep").size > 1
+    for mine, other in _of_one_name(ours, theirs):
+        if mine.unit != "token":  # here the tower computes all of the pictures on every rank
+            yield mine, other.rows, 0
+        elif divided and mine.op == "experts":  # rows of all ranks' tokens, in another order
+            continue
+        elif (part := own_rows(mine.rows, other.rows, mine.where, trainer)) is not None:
+            yield replace(mine, rows=part[0]), other.rows, part[1]
 
 
 @torch.no_grad()
@@ -174,19 +204,13 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     theirs, their_hidden = trace_whole(trainer, ids, prompt)
     ours, our_hidden = _trace_decode(engine, ids, prompt)
 
-    def finding(mine: Call, position: int, other: Tensor) -> Finding:
-        knob = knob_of(mine.op, engine.profile, trainer.profile)
-        return _finding(mine, knob, position, other, len(prompt))
-
-    our_logits, their_logits = (  # before a rank that finds a difference leaves others alone in a copy
+    if (cp := trainer.context.ranks("cp")).size > 1:  # the last token's state is that of the last rank
+        their_hidden = cp.gather(their_hidden, 0, shares(len(ids), cp.size))
+    # All copies between ranks come before any return: a rank that returned sooner would leave others waiting.
+    our_logits, their_logits = (
         model.output.whole(model.logits(hidden[-1:]))
         for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
-    for mine, other in pairs(ours, theirs):
-        if (row := first_row(mine.rows, other.rows)) is not None:
-            return finding(mine, row, other.rows)
-    if first_row(our_logits, their_logits) is not None:
-        return finding(Call("lm_head", "logits", our_logits), token.position, their_logits)
     offset = token.position - len(prompt)
     turn = max((start for start, _ in completion.turns or ((0, 0),) if start <= offset), default=offset)
     sampling = completion.sampling if offset >= 0 else SamplingParams(max_tokens=1, seed=completion.sampling.seed)
@@ -197,8 +221,16 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     target = torch.tensor([token.token_id], device=ids.device)
     _, sampled, _ = engine.ops.sample(our_logits, warp, seed, position)
     scored, _ = trainer.output.token_logprob(their_hidden[-1:], target, warp)
-    if first_row(sampled, scored) is not None:
-        return finding(Call("lm_head", "token_logprob", sampled), token.position, scored)
+    compared = chain(
+        _aligned(trainer, ours, theirs),
+        [(Call("lm_head", "logits", our_logits), their_logits, token.position)],
+        [(Call("lm_head", "token_logprob", sampled), scored, token.position)],
+    )
+    for order, (mine, other, first) in enumerate(compared):
+        if (row := first_row(mine.rows, other)) is not None:
+            knob = knob_of(mine.op, engine.profile, trainer.profile)
+            found = _finding(mine, knob, first + row, other, len(prompt))
+            return replace(found, order=(engine.context.coordinates["pp"], order))
     return Finding(
         "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",

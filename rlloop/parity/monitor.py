@@ -328,6 +328,7 @@ class Finding:
 
     text: str  # one line
     details: dict[str, Any]  # JSON values for the report
+    order: tuple[int, int] = (0, 0)  # pipeline stage and index of the operation: the lower is computed sooner
 
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:

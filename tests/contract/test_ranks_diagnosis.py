@@ -1,0 +1,81 @@
+"""Diagnosis under context parallelism: a rank has its own tokens, or its own heads of all tokens, and the engine has
+all. A planted fault is named with the operation, the ranks and the token; without one, nothing is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlloop import Engine, load_model
+from rlloop.models import Model
+from rlloop.numerics.ops import Ops
+from rlloop.parallel.context import join
+from rlloop.parallel.layout import Layout
+from rlloop.parity.across_ranks import of_ranks
+from rlloop.parity.first_difference import diagnose
+from rlloop.parity.monitor import Finding, TokenDifference
+from rlloop.types import Example, RewardResult, Sample, SamplingParams
+from tests.support.checkpoints import make_checkpoint
+from tests.support.ranks import run_ranks
+
+PROMPT = [3, 10, 17, 24, 31]  # and 16 more are drawn, of which the last is not read: 10 tokens for each of 2 ranks
+FAMILIES = ("qwen3", "gpt_oss", "deepseek_v32", "qwen3_5_moe", "nemotron_h")
+
+
+def faulty(op: str) -> type[Ops]:
+    """Operations of which one returns other bits."""
+
+    def call(ops: Ops, *args: Any, **options: Any) -> Any:
+        result = getattr(Ops, op)(ops, *args, **options)
+        return tuple(x * 1.5 for x in result) if isinstance(result, tuple) else result * 1.5
+
+    return type("Faulty", (Ops,), {op: call})
+
+
+def found(folder: Path, ep: int, op: str, rank: int | None) -> Finding:
+    """All ranks' finding for a token that has other bits; the trainer's `op` is at fault on `rank`, or on none."""
+    context = join(torch.device("cpu"), Layout(cp=2, ep=ep))
+    engine, trainer = load_model(folder), load_model(folder, context=context)
+    if rank == context.rank:
+        trainer.ops = faulty(op)(trainer.profile)
+    sampling = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+    [made] = Engine(engine).generate([PROMPT], [sampling])
+    sample = Sample("1/0/0", Example("0", PROMPT, "", {}), made, "", RewardResult(0.0), group=0)
+    token = TokenDifference("1/0/0", 15, 20, made.token_ids[15], 0.0, "", 0.0, "")
+    return of_ranks(context.ranks("world").gather_objects(diagnose(engine, trainer, sample, token)))
+
+
+def findings(folder: Path, ep: int, faults: list[tuple[str, int | None]]) -> list[Finding]:
+    return [found(folder, ep, op, rank) for op, rank in faults]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_differs_without_a_fault(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / family, family)
+    experts = family not in ("qwen3",)
+    for ep in (1, 2) if experts else (1,):
+        for [finding] in run_ranks(2, findings, tmp_path / family, ep, [("", None)]):
+            assert finding.details["op"] is None, finding.text
+
+
+CASES = {
+    "qwen3": ("attention", "rms_norm", "silu_mul"),
+    "deepseek_v32": ("sparse_attention", "rms_norm"),
+    "qwen3_5_moe": ("causal_conv", "scan", "recurrent_gates", "attention", "combine"),
+    "nemotron_h": ("causal_conv", "scan"),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_fault_of_one_rank_is_named_with_the_rank_and_the_token(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path / family, family)
+    faults = [(op, rank) for op in CASES[family] for rank in (0, 1)]
+    results, _ = run_ranks(2, findings, tmp_path / family, 1, faults)
+    for (op, rank), finding in zip(faults, results, strict=True):
+        assert finding.text.startswith(f"On rank {rank} alone: The first operation that differs: "), finding.text
+        named = finding.details["op"]
+        assert named == op or (op == "rms_norm" and named == "residual sum"), finding.text
+        print(op, rank, finding.text)
