@@ -60,10 +60,14 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
             f"no Ray cluster answers at ray.address={address}: {error}. One that asks for a token needs "
             "RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN in the environment"
         ) from None
+    # A thread of Ray's prints what became of each worker, in paragraphs and whenever it hears of it: also below the error
+    # that ends the run, which says the same. This switch has no public name.
+    ray._private.worker._worker_logs_enabled = False
     try:
         yield
     finally:
         ray.shutdown()
+        ray._private.worker._worker_logs_enabled = True
 
 
 def _require_listener(address: str) -> None:
@@ -127,7 +131,8 @@ class RayHandle:
             lines = str(error).strip().splitlines()
             if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
                 raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", started=False) from error
-            raise EngineDied(lines[0]) from None
+            detail = lines[-1].partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+            raise EngineDied(f"{lines[0]} {detail}".strip()) from None
 
     def _result_of_all(self, calls: list[Any]) -> Any:
         waiting, failures, until = calls, dict[int, Exception](), math.inf

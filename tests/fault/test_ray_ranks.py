@@ -35,6 +35,21 @@ def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_el
     same(run, tmp_path / "whole")
 
 
+def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_path):
+    """Ray would print paragraphs about each of its processes that ended, above and below."""
+    owner, run = uuid.uuid4().hex, tmp_path / "run"
+    with held(run, 3):
+        overrides = ("launch=ray", "trainer.layout.dp_shard=2", "ray.replicas=1")
+        process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+        until(lambda: steps(run) == 3, process)
+        os.kill(ranks_of(owner)[1], signal.SIGTERM)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    said = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if line.strip()]
+    assert re.match(r"rlloop: rank [01] of 2: .*SIGTERM", said[-1]), output
+    assert "raylet" not in output, output
+
+
 @pytest.mark.slow
 def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path):
     """After `ray.rank_timeout`, within which Ray's processes must have started."""
