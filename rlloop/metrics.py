@@ -6,6 +6,7 @@ of means cannot happen. A metric that does not apply is absent, never 0. docs/me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import add
@@ -130,6 +131,25 @@ def is_timing(name: str) -> bool:
     """True for metrics of time or of the machines used, which differ between two runs with the same bits."""
     elsewhere = ("time/", "perf/", "system/", "memory/", "fleet/", "sync/wire", "sync/ratio", "sync/changed")
     return name.startswith(elsewhere) or name.rpartition("/")[2].endswith("seconds")
+
+
+def pass_or_fail(rewards: Iterable[tuple[float, float]]) -> bool:
+    """True if completions pass or fail, so that pass@1 says something, as far as `rewards` tell: (mean reward, fraction
+    solved) of steps and evaluations, or (reward, solved) of completions.
+
+    Something was solved, or nothing had a reward; and no reward is above 1, which is what a plain number needs to count
+    as solved. Else rewards are continuous, or nothing has been solved yet: their mean says more.
+    """
+    given = [pair for pair in rewards if not any(map(math.isnan, pair))]
+    passed = any(solved > 0 for _, solved in given) or all(reward == 0 for reward, _ in given)
+    return passed and all(reward <= 1 for reward, _ in given)
+
+
+def outcomes(metrics: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(mean reward, fraction solved) of a record: of the step's training batch, and held out."""
+    names = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
+    pairs = [tuple(metrics.get(name) for name in pair) for pair in names]
+    return [(reward, solved) for reward, solved in pairs if reward is not None and solved is not None]
 
 
 class Sink(Protocol):

@@ -20,6 +20,7 @@ import yaml
 
 from rlloop.config.resume import flatten
 from rlloop.dashboard.notes import NOTES, read_notes
+from rlloop.metrics import pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
 from rlloop.runs.journal import ROTATED, open_journal
@@ -33,8 +34,8 @@ STOPPED = re.compile(r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)
 ENDED_BADLY = ("failed", "parity broken")
 QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
-    "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean", "time/step",
-    "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained", "ledger/sampled",
+    "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean",
+    "reward/solved", "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained", "ledger/sampled",
 )  # fmt: skip
 CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
 
@@ -278,6 +279,11 @@ class Run:
             "k3_max": float(np.abs(k3).max()) if len(k3) else None,
             "k3_mean": float(k3.mean()) if len(k3) else None,
             "pass": course("eval/solved"),
+            "passes": pass_or_fail(
+                pair
+                for names in (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
+                for pair in zip(*(columns[name] for name in names), strict=True)
+            ),
             "held_out": course("eval/reward"),
             "reward": course("reward/mean"),
             "length": course("rollout/length_mean"),

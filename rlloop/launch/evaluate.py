@@ -18,6 +18,7 @@ from rlloop.launch.prepare import prepare
 from rlloop.launch.stored import Stored
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import outcomes_of
+from rlloop.metrics import pass_or_fail
 from rlloop.types import RewardResult
 
 
@@ -34,7 +35,8 @@ class Evaluation:
     def describe(self) -> str:
         """One line for each number, with its standard error."""
         lines = [f"{self.folder}: {len(self.rewards)} held-out completions"]
-        for name, values in (("pass@1", self.solved), ("reward", self.rewards)):
+        passes = pass_or_fail(zip(self.rewards, self.solved, strict=True))
+        for name, values in (("pass@1", self.solved), ("reward", self.rewards))[0 if passes else 1 :]:
             error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
             lines.append(f"  {name}  {np.mean(values):.4f} ± {error:.4f}")
         if self.failed:

@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlloop.metrics import outcomes, pass_or_fail
+
 PLAIN_EVERY = 2.0  # seconds between plain lines, except for evaluations
 LIVE_EVERY = 0.1  # seconds between updates of the panel
 
@@ -38,6 +40,7 @@ class Progress:
         self._shown = 0.0
         self._tokens = self._different = 0
         self._held_out: list[tuple[float, float]] = []  # (pass@1, reward) of each evaluation
+        self._outcomes: list[tuple[float, float]] = []  # (mean reward, fraction solved) of every step and evaluation
 
     def __enter__(self) -> Progress:
         if self._live is not None:
@@ -61,6 +64,7 @@ class Progress:
     def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
             self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
+        self._outcomes += outcomes(metrics)
         tokens = metrics.get("parity/tokens", 0)
         self._tokens += tokens
         self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
@@ -81,13 +85,14 @@ class Progress:
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:
-        facts = []
+        facts, passes = [], pass_or_fail(self._outcomes)
         if "reward/mean" in metrics:
-            facts += [f"reward {metrics['reward/mean']:.3f}", f"pass@1 {metrics['reward/solved']:.3f}"]
+            facts.append(f"reward {metrics['reward/mean']:.3f}")
+            facts += [f"pass@1 {metrics['reward/solved']:.3f}"] if passes else []
         solved, rewards = ([each[index] for each in self._held_out] for index in (0, 1))
-        if rewards != solved:  # a reward that is more than solved or not
+        if rewards != solved or (solved and not passes):  # a reward that is more than solved or not
             facts.append(f"held-out reward {_course(rewards)}")
-        if solved:
+        if solved and passes:
             facts.append(f"held-out {'pass@1 ' if rewards != solved else ''}{_course(solved)}")
         return "  ".join(facts)
 
@@ -114,10 +119,12 @@ def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) ->
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    graded = summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
+    best = [summary[name].get("best") for name in ("eval/reward", "eval/solved", "reward/mean")]
+    passes = None in best[:2] or pass_or_fail([(max(best[0], best[2] or best[0]), best[1])])
+    graded = not passes or summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
     courses = {"eval/solved": "pass@1, held-out", "eval/reward": "reward, held-out", "reward/mean": "reward, training"}
     for name, label in courses.items():
-        if summary[name] and (graded or name != "eval/reward"):
+        if summary[name] and {"eval/solved": passes, "eval/reward": graded}.get(name, True):
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))
     parity, ledger = summary["parity"], summary["ledger"]
     table.add_row("train-inference KL", f"at most {short(parity['k3_max'])} in any step")

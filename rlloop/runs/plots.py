@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rlloop.metrics import outcomes, pass_or_fail
+
 Records = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's palette, safe for colour blindness; further lines differ by dashes.
@@ -27,10 +29,12 @@ PANELS = (
 
 def draw(runs: Mapping[str, Records], file: Path) -> None:
     """Curves of one or several runs, by name, as a PNG."""
+    passes = any(pass_or_fail(pair for record in records for pair in outcomes(record)) for records in runs.values())
+    panels = [panel for panel in PANELS if passes or panel[0] != "pass@1"]
     figure = Figure(figsize=(12, 3.6))  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
-    for axes, (title, main, training) in zip(figure.subplots(1, len(PANELS), gridspec_kw=margins), PANELS, strict=True):
+    for axes, (title, main, training) in zip(figure.subplots(1, len(panels), gridspec_kw=margins), panels, strict=True):
         for index, (run, records) in enumerate(runs.items()):
             name = run if len(runs) > 1 else ""
             colour = COLOURS[index % len(COLOURS)]

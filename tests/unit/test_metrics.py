@@ -1,9 +1,10 @@
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from rlloop.metrics import PEER_NAMES, Max, Mean, Min, Sum, as_peer, is_timing, merge, values
+from rlloop.metrics import PEER_NAMES, Max, Mean, Min, Sum, as_peer, is_timing, merge, pass_or_fail, values
 
 
 def test_merged_mean_is_the_mean_of_everything_not_of_means():
@@ -70,3 +71,19 @@ def test_every_metric_that_the_code_names_is_documented():
     named.discard("sync/wire")  # a prefix, for is_timing
     assert len(named) > 50
     assert not {name for name in named if name not in known and not name.startswith(("time/", "fleet/"))}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([(0.25, 0.25)], True),
+        ([(0.0, 0.0)], True),  # nothing is solved yet
+        ([(0.1, 0.0), (0.2, 0.1)], True),  # partial credit, and something is solved
+        ([(0.43, 0.0)], False),
+        ([(3.1, 0.9)], False),
+        ([(-1.0, 0.0)], False),
+        ([(math.nan, 0.0), (0.5, 0.5)], True),
+    ],
+)
+def test_rewards_that_pass_or_fail(rewards, expected):
+    assert pass_or_fail(rewards) is expected

@@ -141,6 +141,7 @@ def test_totals_are_those_of_the_records(tmp_path):
     )
     assert totals["k3_max"] == pytest.approx(max(record["parity/k3"] for record in records))
     assert totals["pass"] == {"first": 0.25, "last": 0.25, "best": 0.25}
+    assert totals["passes"]
     assert totals["seconds"] == 3
 
 

@@ -84,17 +84,51 @@ def test_different_tokens_are_counted_over_steps_not_shown():
 def test_rewards_that_are_more_than_solved_or_not(tmp_path):
     console = plain()
     records = [
-        {"step": step, **STEP, "eval/solved": 0.0, "eval/reward": reward}
-        for step, reward in enumerate([0.25, 0.5, 0.75])
+        {"step": step, **STEP, "eval/solved": solved, "eval/reward": reward}
+        for step, (reward, solved) in enumerate([(0.25, 0.0), (0.5, 0.1), (0.75, 0.2)])
     ]
     with Progress(console, "toy", num_steps=2, start=0) as progress:
         for record in records:
             progress.log(record["step"], record)
-    assert "held-out reward 0.250 -> 0.750  held-out pass@1 0.000 -> 0.000" in said(console).splitlines()[-1]
+    assert "held-out reward 0.250 -> 0.750  held-out pass@1 0.000 -> 0.200" in said(console).splitlines()[-1]
     console = plain(width=100)
     print_summary(console, tmp_path, summarize(records, "finished"))
     assert "reward, held-out" in said(console)
     assert "0.250 -> 0.750 (best 0.750)" in said(console)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [(0.25, 0.0), (0.43, 0.0)],  # continuous: none is solved
+        [(2.9, 0.8), (3.1, 0.9)],  # above 1, which counts as solved, whatever it means
+    ],
+)
+def test_of_rewards_that_are_not_pass_or_fail_the_mean_is_shown_alone(tmp_path, rewards):
+    records = [
+        {"step": step, **STEP, "reward/mean": mean, "reward/solved": solved, "eval/reward": mean, "eval/solved": solved}
+        for step, (mean, solved) in enumerate(rewards)
+    ]
+    console = plain()
+    with Progress(console, "toy", num_steps=1, start=0) as progress:
+        for record in records:
+            progress.log(record["step"], record)
+    (first, _), (last, _) = rewards
+    line = said(console).splitlines()[-1]
+    assert f"reward {last:.3f}  held-out reward {first:.3f} -> {last:.3f}  KL" in line
+    print_summary(console, tmp_path, summarize(records, "finished"))
+    assert "reward, held-out" in said(console)
+    assert "pass@1" not in said(console)
+    assert "curve" in said(console)
+
+
+def test_pass_at_1_stands_beside_the_reward_once_something_is_solved():
+    console = plain()
+    with Progress(console, "toy", num_steps=2, start=0) as progress:
+        progress.log(1, {**STEP, "reward/mean": 0.1, "reward/solved": 0.0, "eval/solved": 0.0, "eval/reward": 0.1})
+        assert "pass@1" not in said(console)
+        progress.log(2, {**STEP, "reward/mean": 0.2, "reward/solved": 0.1})
+    assert "reward 0.200  pass@1 0.100  held-out reward 0.100  held-out pass@1 0.000" in said(console)
 
 
 def test_the_summary_is_one_screen(tmp_path):

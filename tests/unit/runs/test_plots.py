@@ -53,3 +53,13 @@ def test_the_running_mean_is_smooth_and_the_legend_covers_no_line(tmp_path, monk
     axes = drawn[0][0]
     box = axes.get_legend().get_window_extent()
     assert axes.transData.transform((0, max(held_out)))[1] < box.y0
+
+
+def test_of_rewards_that_are_not_pass_or_fail_there_is_no_panel_of_pass_at_1(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(Axes, "set", lambda axes, **names: titles.append(names["title"]))
+    continuous = [{"step": 1, "reward/mean": 0.43, "reward/solved": 0.0}]
+    draw({"run": continuous}, tmp_path / "c.png")
+    assert titles == ["reward", "train-inference KL (k3)"]
+    draw({"run": continuous, "other": RECORDS}, tmp_path / "c.png")
+    assert titles[2:] == ["reward", "pass@1", "train-inference KL (k3)"]
