@@ -14,7 +14,7 @@ from rlloop.launch.make import (
     make_engine,
     make_history,
     make_trainer,
-    sleepers,
+    take_turns,
     vocabulary_of,
 )
 from rlloop.launch.prepare import Prepared
@@ -38,7 +38,8 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
     if drift is not None and drift.both_sides:
         model = both_sides_view(model, drift)
     trainer = make_trainer(model, config, path)
-    schedule = schedule_of(config, make_history(model, trainer, config))
+    history, critic = make_history(model, trainer, config), make_critic(config, path)
+    schedule = schedule_of(config, history)
     sampled = config.rollout.profile.over(config.model.profile)
     differs = departs or sampled != config.model.profile
     with ExitStack() as stack:
@@ -47,7 +48,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
         if differs:
             eval_engine = make(model, config.model.profile, drift=None if departs else drift)
         engines = dict.fromkeys((engine, eval_engine))
-        trainer.neighbours = sleepers(*engines)
+        take_turns(engines, trainer, history, critic)
         for each in engines:
             if close := getattr(each, "close", None):
                 stack.callback(close)  # vLLM's sleep mode and process groups are the process's
@@ -67,7 +68,7 @@ def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Ite
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
-            critic=make_critic(config, path),
+            critic=critic,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=doctor_for(engine, model),

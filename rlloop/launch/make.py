@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from rlloop.study.drifted_ops import drifted_ops
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
 from rlloop.trainer.history import Sharded, WeightHistory
+from rlloop.trainer.neighbours import BesideEngines
 from rlloop.types import Sample
 
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
@@ -107,14 +108,21 @@ def make_engine(
             )
         return engine
     if rollout.engine is EngineKind.embedded:
-        sleep = sampled.device.type == "cuda" if rollout.sleep is None else rollout.sleep
-        return Engine(sampled, **settings, sleep=sleep and beside)
+        return Engine(sampled, **settings, sleep=beside and sleeps(rollout, sampled))
     return vllm.build(rollout.engine, sampled, **settings, sleep=bool(rollout.sleep))
 
 
-def sleepers(*engines: InProcessEngine) -> list[Engine]:
-    """Those that sleep while their trainer works."""
-    return [engine for engine in engines if isinstance(engine, Engine) and engine.sleeps]
+def sleeps(rollout: RolloutConfig, model: Model) -> bool:
+    """True if an embedded engine beside the trainer of `model` gives its cache back while that works."""
+    return model.device.type == "cuda" if rollout.sleep is None else rollout.sleep
+
+
+def take_turns(engines: Iterable[InProcessEngine], *users: BesideEngines | None) -> None:
+    """Have those of the engines that can sleep do so while one of `users` works: a trainer, its critic, its history."""
+    asleep = [engine for engine in engines if isinstance(engine, Engine) and engine.sleeps]
+    for user in users:
+        if user is not None:
+            user.neighbours = asleep
 
 
 def engine_factory(config: Mapping[str, Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ import torch
 from rlloop.config.fleet import FleetConfig
 from rlloop.config.run import RunConfig
 from rlloop.launch.admission import canary_requests, numerics_objection
-from rlloop.launch.make import load, make_critic, make_history, make_trainer, vocabulary_of
+from rlloop.launch.make import load, make_critic, make_history, make_trainer, sleeps, take_turns, vocabulary_of
 from rlloop.launch.prepare import Prepared
 from rlloop.launch.publishing import Stored
 from rlloop.launch.ray_pool import Handle, RemoteEngine, remote_parts
@@ -52,10 +52,13 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
     path = prepared.task.model_folder()
     model = load(config, path)
     trainer = make_trainer(model, config, path)
-    schedule = schedule_of(config, make_history(model, trainer, config))
+    history, critic = make_history(model, trainer, config), make_critic(config, path)
+    schedule = schedule_of(config, history)
     publisher, (prompts, sampling) = open_publisher(config.fleet, folder.path), canary_requests(config, prepared.task)
     with fleet_of(config, folder, publisher, model.config.vocab_size, model.fingerprint()) as (engine, thread):
-        own = Engine(model.with_profile(model.profile), max_cache_tokens=_tokens(prompts, sampling, page=16))
+        room = _tokens(prompts, sampling, page=16)
+        own = Engine(model.with_profile(model.profile), max_cache_tokens=room, sleep=sleeps(config.rollout, model))
+        take_turns([own], trainer, critic, history)
         reference = Reference(own, hardware_class(model.fingerprint()), prompts, sampling)
         begin = beside_the_trainer(model, publisher, config.trainer.encode_on_device)
         yield Parts(
@@ -66,7 +69,7 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
             scorer=prepared.scorer,
             advantages=prepared.advantages,
             loss=prepared.loss,
-            critic=make_critic(config, path),
+            critic=critic,
             checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
             vocabulary=vocabulary_of(model.config),
             doctor=partial(diagnose, model.with_profile(NumericsProfile(**vars(config.model.profile))), model),

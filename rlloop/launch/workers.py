@@ -27,7 +27,7 @@ from rlloop.launch.make import (
     make_engine,
     make_history,
     make_trainer,
-    sleepers,
+    take_turns,
 )
 from rlloop.launch.publishing import Publications
 from rlloop.models import Model
@@ -171,9 +171,9 @@ class Colocated(Replica):
         self._apart = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
         self._open(config, path, apart=self._apart, beside=True)
         self.trainer = make_trainer(self.model, config, path)
-        self.trainer.neighbours = sleepers(self.engine)
         self.critic = make_critic(config, path, self.context)
         self.history = make_history(self.model, self.trainer, config)
+        take_turns([self.engine], self.trainer, self.critic, self.history)
         self.publications = Publications(
             self.sampled if self._apart else self.model,
             self.world,

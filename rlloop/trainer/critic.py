@@ -21,6 +21,7 @@ from rlloop.models.scoring import hidden_states
 from rlloop.trainer.batching import MicroBatch, StepBatch, make_step_batch
 from rlloop.trainer.leaves import forwards, rounds
 from rlloop.trainer.master_weights import MasterWeights
+from rlloop.trainer.neighbours import BesideEngines
 from rlloop.trainer.optimizer import MOMENTS, ShardedAdamW
 from rlloop.types import Sample
 
@@ -28,7 +29,7 @@ FILE = "critic.safetensors"
 T = TypeVar("T")
 
 
-class Critic:
+class Critic(BesideEngines):
     """Values of the states before each of the policy's tokens, and the advantages that follow from them.
 
     `model` is the trunk, which no engine shares; the head is a float32 vector and bias, 0 at first. Both train with
@@ -138,6 +139,7 @@ class Critic:
         self._masters.publish()
 
     def _flatten(self, samples: Sequence[Sample]) -> StepBatch:
+        self.put_neighbours_to_sleep()
         budget, multiple = self._trainer.max_batch_tokens, self._trainer.micro_batch_multiple
         return make_step_batch(samples, max_batch_tokens=budget, multiple=multiple, device=self.model.device)
 

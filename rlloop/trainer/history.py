@@ -22,6 +22,7 @@ from rlloop.trainer.batching import StepBatch, make_step_batch
 from rlloop.trainer.leaves import all_leaves, forward, forwards, recomputed, short
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.moe import MoeTraining
+from rlloop.trainer.neighbours import BesideEngines
 from rlloop.types import Recomputed, Sample
 
 FILE = "history.safetensors"
@@ -123,7 +124,7 @@ class Sharded:
         return kept
 
 
-class WeightHistory:
+class WeightHistory(BesideEngines):
     """Copies of the last versions of `model`'s weights, and the trainer's forward under them.
 
     For samples that are trained some steps after they were sampled: engine and trainer can only be compared under the
@@ -150,6 +151,7 @@ class WeightHistory:
     @torch.no_grad()
     def recompute(self, samples: Sequence[Sample]) -> Recomputed:
         """[T] a sample: the trainer's recomputation of each token under the weights that sampled it."""
+        self.put_neighbours_to_sleep()
         results: dict[int, Sequence[np.ndarray]] = {}
         versions = [sample.completion.token_versions for sample in samples]
         self._moe.begin()

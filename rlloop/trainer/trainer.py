@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from rlloop.trainer.batching import MicroBatch, StepBatch, TrainSequence, make_s
 from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, recomputed, rounds, short
 from rlloop.trainer.master_weights import MasterWeights, Rounding
 from rlloop.trainer.moe import MoeTraining
+from rlloop.trainer.neighbours import BesideEngines
 from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
@@ -36,18 +37,10 @@ from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ModelInput, Recomputed, Sample
 
 Batch = Sequence[Sample | TrainSequence]
-
-
-class Sleeper(Protocol):
-    """An engine whose memory may be given back until its next step."""
-
-    def sleep(self) -> None: ...
-
-
 STATE, FORMAT = "trainer.json", 1
 
 
-class Trainer:
+class Trainer(BesideEngines):
     """Trains `model`: owns its masters; an engine may share its parameters (the compute copy).
 
     A gradient is a function of the batch alone: denominators are those of the whole `forward_backward`, so
@@ -80,7 +73,6 @@ class Trainer:
         model.checkpoint_layers = config.checkpoint_every
         model.checkpoint_keep_attention = config.checkpoint_keep_attention
         model.checkpoint_offload = config.checkpoint_offload
-        self.neighbours: Sequence[Sleeper] = ()  # engines on the same device, which sleep while the trainer works
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1
@@ -314,8 +306,7 @@ class Trainer:
     ) -> StepBatch:
         """Pack a batch into micro-batches, before which engines beside the trainer give their caches back. `share`:
         prompts of a group; None: as the configuration says."""
-        for engine in self.neighbours:
-            engine.sleep()
+        self.put_neighbours_to_sleep()
         share = (self.config.share_prompts if share is None else share) and not self.moe.replay
         budget, device = self.config.max_batch_tokens, self.model.context.device
         return make_step_batch(

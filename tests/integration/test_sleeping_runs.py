@@ -7,6 +7,7 @@ import pytest
 from rlloop.cli.train import _make_jobs
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import prepare
+from rlloop.launch.regions import region_parts
 from rlloop.launch.workers import Colocated, Replica
 from rlloop.runs.folder import RunFolder
 from tests.support.ranked_run import finish, same, start
@@ -35,3 +36,24 @@ def test_the_trainers_of_a_process_and_of_ranks_know_the_engine_that_sleeps(
             assert trainer.neighbours == ([engine] if sleep == "true" else [])  # by default, on a GPU alone
     prepared.scorer.close()
     assert not Replica(job.config, "model", 1).engine.sleeps
+
+
+@pytest.mark.parametrize("sleep", ["true", "null"])
+def test_the_engine_of_a_regions_trainer_which_makes_canaries_sleeps_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
+) -> None:
+    make_model_once(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = ["model.path=model", "reward._target_=learnable.reward", "device=cpu", f"rollout.sleep={sleep}"]
+    overrides += ["fleet=regions", "fleet.port=0", f"run.dir={tmp_path / 'run'}"]
+    [job] = _make_jobs("countdown", [("", overrides)])
+    prepared = prepare(job.config)
+    with region_parts(job.config, prepared, RunFolder(tmp_path / "run")) as parts:
+        own = parts.sync.reference.engine
+        assert parts.trainer.neighbours == ([own] if sleep == "true" else [])
+        first, again = ([each.token_ids for each in parts.sync.reference.canary(0).expected] for _ in range(2))
+        if sleep == "true":
+            own.sleep()
+        assert [each.token_ids for each in parts.sync.reference.canary(0).expected] == first == again
+    prepared.scorer.close()

@@ -5,23 +5,28 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlloop.config.algorithm import CriticConfig
 from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import RolloutConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.launch.make import make_engine, sleepers
+from rlloop.launch.make import make_engine, take_turns
 from rlloop.models import Model, load_model
 from rlloop.rollout.engine import cache_memory
 from rlloop.rollout.engine.cache_memory import DevicePages, Driver
 from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
-from rlloop.types import SamplingParams
+from rlloop.trainer.critic import Critic
+from rlloop.trainer.history import WeightHistory
+from rlloop.types import Sample, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.image_models import inputs, make_image_checkpoint
 from tests.support.samples import as_sample
@@ -119,9 +124,10 @@ def test_the_engine_beside_a_trainer_sleeps_while_that_works(model: Model) -> No
         assert isinstance(engine, Engine)
         return engine
 
-    assert sleepers(made(None), made(False), made(True, beside=False)) == []  # by default, on a GPU alone
     engine, trainer = made(True), Trainer(model, TrainerConfig(lr=1e-2))
-    trainer.neighbours = sleepers(engine)
+    take_turns([made(None), made(False), made(True, beside=False)], trainer)
+    assert trainer.neighbours == []  # by default, on a GPU alone
+    take_turns([engine], trainer)
     prompts, sampling = traffic(6)
     plain = Engine(model)
     for step in range(2):
@@ -133,6 +139,21 @@ def test_the_engine_beside_a_trainer_sleeps_while_that_works(model: Model) -> No
         trainer.optim_step()
         for each in (engine, plain):
             each.set_version(step + 1)
+
+
+def test_the_engine_sleeps_while_a_critic_or_past_weights_compute(model: Model) -> None:
+    engine, settings, trainer = Engine(model, sleep=True), TrainerConfig(), Trainer(model, TrainerConfig())
+    critic = Critic(deepcopy(model), CriticConfig(lr=1e-3), settings)
+    history = WeightHistory(model, 1, settings.max_batch_tokens, trainer.moe)
+    history.remember(0)
+    take_turns([engine], trainer, None, critic, history)
+    prompts, sampling = traffic(2)
+    works: list[Callable[[list[Sample]], object]] = [critic.values, critic.advantages, critic.update, history.recompute]
+    for work in works:
+        samples = [as_sample(i, each, 1.0) for i, each in enumerate(engine.generate(prompts, sampling))]
+        assert not engine._asleep
+        work(samples)
+        assert engine._asleep, work
 
 
 def _sum(batch):
