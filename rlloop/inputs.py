@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import isqrt
@@ -211,11 +211,29 @@ class ModelInput:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def followed_by(self, token_ids: Sequence[int]) -> ModelInput:
-        """This input followed by text, such as a conversation's further turns."""
-        positions = None if self.positions is None else self.positions_at(0, len(self) + len(token_ids))
-        given = len(self) if self.given is None else self.given
-        return ModelInput([*self.token_ids, *token_ids], positions, self.contents, given)
+    def followed_by(self, more: Sequence[int] | ModelInput) -> ModelInput:
+        """This input followed by a conversation's further turns: text, or an input with images."""
+        count, given = len(self), len(self) if self.given is None else self.given
+        token_ids = more.token_ids if isinstance(more, ModelInput) else more
+        positions = None if self.positions is None else self.positions_at(0, count + len(token_ids))
+        contents = self.contents
+        if isinstance(more, ModelInput) and not more.is_text:
+            known, begin = self.positions_at(0, count), count + self.shift
+            following = more.positions_at(0, len(more)) + begin
+            axes = max(known.shape[:-1], following.shape[:-1], key=len)
+            both = (np.broadcast_to(each, (*axes, each.shape[-1])) for each in (known, following))
+            positions = np.concatenate(list(both), axis=-1)
+            contents += tuple(
+                replace(span, start=span.start + count, end=span.end + count) for span in more.contents
+            )
+        return ModelInput([*self.token_ids, *token_ids], positions, contents, given)
+
+    def first(self, count: int) -> ModelInput:
+        """Its first `count` tokens, which end within no image."""
+        positions = None if self.positions is None else self.positions[..., :count]
+        given = None if self.given is None else min(count, self.given)
+        contents = tuple(span for span in self.contents if span.end <= count)
+        return ModelInput(self.token_ids[:count], positions, contents, given)
 
     @property
     def images(self) -> list[Image]:

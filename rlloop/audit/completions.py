@@ -225,7 +225,7 @@ class Requests:
         if (row.example, row.prompt, row.prompt_ids) != (example.id, example.prompt, ids):
             return [f"{row.uid}: its prompt is not the task's ({example.id})"]
         asked = [] if example.model_input is None else [span.digest for span in example.model_input.contents]
-        if [each["digest"] for each in row.images or ()] != asked:
+        if [each["digest"] for each in row.images or () if each["end"] <= len(row.prompt_ids)] != asked:
             return [f"{row.uid}: its images are not the task's ({example.id})"]
         return []
 
@@ -360,11 +360,11 @@ def _same(stored: Any, value: Any) -> bool:
 def as_sample(row: Row, images: ImageStore | None = None) -> Sample:
     """The sample that a row records. Raises `ValueError` where tokens and logprobs do not fit each other.
 
-    With the run's `images` the prompt has those that the row names. Raises `RunError` where one is missing.
+    With the run's `images` the input has those that the row names. Raises `RunError` where one is missing.
     """
     logprobs, prompt = floats(row.logprobs), None
     if images is not None and row.images:
-        prompt = images.prompt(row.prompt_ids, [(each["start"], each["end"], each["digest"]) for each in row.images])
+        prompt = images.read_by(row.prompt_ids, row.token_ids, row.images)
     completion = Completion(
         prompt_ids=row.prompt_ids,
         token_ids=row.token_ids,

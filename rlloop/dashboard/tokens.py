@@ -107,6 +107,7 @@ def _trace(
                     "role": each.get("role", "user"),
                     "name": each.get("name"),
                     "text": each.get("content", ""),
+                    "images": each.get("images", []),
                     "read": until - end,
                 }
                 for each in messages

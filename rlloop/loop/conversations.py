@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +22,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from rlloop.errors import RlloopError
 from rlloop.loop.environments import ConversationTask, Environment, EnvironmentSteps, Reply
 from rlloop.loop.joining import Turn, joined, recorded
+from rlloop.loop.pictures import ReplyReader, as_recorded, taken, text_of
 from rlloop.loop.turns import Turns, turns_of
 from rlloop.parity.asked import Vocabulary, fault_of
 from rlloop.protocols import Engine, Task
 from rlloop.rewards.event_loop import POLL
 from rlloop.rewards.runner import RewardFailure
-from rlloop.types import Completion, Example, SamplingParams
+from rlloop.types import Completion, Example, ModelInput, SamplingParams, as_model_input
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class UnderWay:
         self._turns: Turns | None = None
         self._closed: Future[None] | None = None  # while submission is on hold: done once it resumes
         self._going = self._at_engine = 0
+        self._reader = ReplyReader(task.model_folder)
 
     def begin(self, example: Example, sampling: SamplingParams) -> Talk:
         new = getattr(self.task, "environment", None)
@@ -208,8 +211,7 @@ class UnderWay:
                 return
             assert self._turns is not None, "only `advance` advances"
             asked = talk.turn.next_piece(self.slice_tokens)
-            prompt = talk.example.asked_with(talk.turn.ids, self.vocabulary.placeholders)
-            piece = self._turns.submit(prompt, asked)
+            piece = self._turns.submit(talk.asked(talk.turn.ids, self.vocabulary.placeholders), asked)
             self._at_engine += 1
             yield piece
             self._at_engine -= 1
@@ -220,22 +222,34 @@ class UnderWay:
         if isinstance(reply, RewardFailure):
             talk.broken = f"environment {reply.kind}: {reply.message}"
             return False
-        talk.replies.append(reply)
         task: Any = self.task
-        if reply.done or len(talk.turns) == task.max_turns:
+        more, pictures, last = ModelInput([]), list[Any](), talk.turns[-1]
+        reads = not (reply.done or len(talk.turns) == task.max_turns)
+        try:
+            if reads:
+                messages, pictures = taken(reply.messages)
+                ids = task.between(messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
+                assert ids, "nothing stands between two turns, so they would be one"
+                more = self._reader.read(ids, pictures) if pictures else ModelInput(ids)
+        except RlloopError as error:
+            if not pictures:  # of the task itself
+                raise
+            talk.broken = f"environment error: a picture in the reply of {type(talk.environment).__name__}: {error}"
             return False
-        last = talk.turns[-1]
-        ids = task.between(reply.messages, last.token_ids[-1] if last.finish_reason == "stop" else None)
-        assert ids, "nothing stands between two turns, so they would be one"
-        if wrong := set(ids).intersection(self.vocabulary.placeholders):
+        talk.replies.append(
+            dataclasses.replace(reply, messages=as_recorded(reply.messages, [each.digest for each in more.images]))
+        )
+        if not reads:
+            return False
+        if wrong := text_of(more).intersection(self.vocabulary.placeholders):
             talk.broken = (
-                f"environment error: its reply has token {min(wrong)}, which stands for an image or a video; replies "
-                "are text: let it reply without"
+                f"environment error: its reply has token {min(wrong)}, which stands for an image or a video, as text; "
+                "let it reply without, or give the picture as a part of the message"
             )
             return False
-        if len(talk.ids) + len(ids) + talk.sampling.max_tokens > task.max_conversation_tokens:
+        if len(talk.ids) + len(more) + talk.sampling.max_tokens > task.max_conversation_tokens:
             return False
-        talk.ids = [*talk.ids, *ids]
+        talk.follow(more)
         return True
 
 
@@ -247,6 +261,7 @@ class Talk:
     environment: Environment | None  # None: there is one turn
     sampling: SamplingParams  # the same seed for all turns: a token is drawn by the seed and its position
     ids: list[int]  # the conversation so far
+    read: ModelInput | None = None  # its first tokens, up to the last picture that was replied; None: the prompt
     version: int | None = None  # version of the weights when it began, if known
     turns: list[Completion] = field(default_factory=list)
     turn: Turn | None = None  # that is being made
@@ -260,6 +275,19 @@ class Talk:
         """The versions that sampled its tokens."""
         pieces = [] if self.turn is None else self.turn.pieces
         return [version for each in (*self.turns, *pieces) for _, _, version in each.runs]
+
+    def asked(self, ids: list[int], placeholders: Collection[int]) -> ModelInput | list[int]:
+        """The engine's input for the conversation, whose tokens are `ids`; `placeholders` as of `asked_with`."""
+        if self.read is None:
+            return self.example.asked_with(ids, placeholders)
+        return self.read.followed_by(ids[len(self.read) :])
+
+    def follow(self, more: ModelInput) -> None:
+        """Add what the environment replied."""
+        if more.contents:
+            read = self.read or as_model_input(self.example.asked)
+            self.read = read.followed_by(self.ids[len(read) :]).followed_by(more)
+        self.ids = [*self.ids, *more.token_ids]
 
     def drop(self, why: str) -> None:
         """End it before its next turn."""

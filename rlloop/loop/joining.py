@@ -63,9 +63,11 @@ def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completi
     """
     whole, begin = _concatenated(turns), len(turns[0].prompt_ids)
     spans = tuple((len(each.prompt_ids) - begin, len(each.prompt_ids) - begin + len(each.token_ids)) for each in turns)
-    by_turn = whole.version_spans in (None, spans)
+    by_turn, last = whole.version_spans in (None, spans), turns[-1].model_input
+    if last is not None and whole.model_input is not None and len(last.contents) == len(whole.model_input.contents):
+        last = whole.model_input  # no reply brought a picture
     return dataclasses.replace(
-        whole, finish_reason=finish_reason, turns=spans, version_spans=None if by_turn else whole.version_spans
+        whole, model_input=last, finish_reason=finish_reason, turns=spans, version_spans=None if by_turn else whole.version_spans
     )
 
 
@@ -93,10 +95,11 @@ def recorded(
     return conversation
 
 
-def _as_recorded(message: Message) -> dict[str, str]:
-    """The message's recorded fields, as text."""
+def _as_recorded(message: Message) -> dict[str, Any]:
+    """The message's recorded fields, as text, and the digests of its pictures."""
     kept = {name: message[name] for name in ("role", "name", "arguments", "content") if name in message}
-    return {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
+    text = {name: each if isinstance(each, str) else json.dumps(each, default=str) for name, each in kept.items()}
+    return {**text, "images": list(message["images"])} if "images" in message else text
 
 
 def _concatenated(completions: Sequence[Completion]) -> Completion:

@@ -197,12 +197,12 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     A token of the prompt is scored at temperature 1, as `Engine.prefill_logprobs` does.
     """
     completion = sample.completion
-    prompt = completion.model_input or ModelInput(completion.prompt_ids)
+    prompt, begins = completion.model_input or ModelInput(completion.prompt_ids), len(completion.prompt_ids)
     if len(prompt.images) < len(prompt.contents):
         return Finding("the prompt has images that are not known here, so the doctor cannot run it again", {})
     ids = torch.tensor((completion.prompt_ids + completion.token_ids)[: token.position], device=trainer.context.device)
     theirs, their_hidden = trace_whole(trainer, ids, prompt)
-    ours, our_hidden = _trace_decode(engine, ids, prompt)
+    ours, our_hidden = _trace_decode(engine, ids, prompt, begins)
 
     if (cp := trainer.context.ranks("cp")).size > 1:  # the last token's state is that of the last rank
         their_hidden = cp.gather(their_hidden, 0, shares(len(ids), cp.size))
@@ -211,7 +211,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
         model.output.whole(model.logits(hidden[-1:]))
         for model, hidden in ((engine, our_hidden), (trainer, their_hidden))
     )
-    offset = token.position - len(prompt)
+    offset = token.position - begins
     turn = max((start for start, _ in completion.turns or ((0, 0),) if start <= offset), default=offset)
     sampling = completion.sampling if offset >= 0 else SamplingParams(max_tokens=1, seed=completion.sampling.seed)
     warp = warp_for([sampling], [offset - turn], engine.eos_token_ids, device=ids.device)
@@ -229,7 +229,7 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     for order, (mine, other, first) in enumerate(compared):
         if (row := first_row(mine.rows, other)) is not None:
             knob = knob_of(mine.op, engine.profile, trainer.profile)
-            found = _finding(mine, knob, first + row, other, len(prompt))
+            found = _finding(mine, knob, first + row, other, begins)
             return replace(found, order=(engine.context.coordinates["pp"], order))
     return Finding(
         "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
@@ -262,11 +262,12 @@ def tower_unit(rows: int, patches: int) -> str:
     return "patch" if rows == patches else "feature"
 
 
-def _trace_decode(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[Call], Tensor]:
-    """The same by a prefill and then token by token, with each operation's results of all forwards joined."""
+def _trace_decode(model: Model, ids: Tensor, prompt: ModelInput, begins: int) -> tuple[list[Call], Tensor]:
+    """The same by a prefill of `begins` tokens and then token by token, with each operation's results of all forwards
+    joined."""
     tower, images = _trace_tower(model, ids, prompt)
     cache = FlatCache(model, len(ids))
-    cuts = [0, *range(min(len(prompt), len(ids)), len(ids) + 1)]
+    cuts = [0, *range(min(begins, len(ids)), len(ids) + 1)]
     traces, hidden = [], []
     for start, end in pairwise(cuts):
         trace, cache.start = Trace(model), start
@@ -278,7 +279,7 @@ def _trace_decode(model: Model, ids: Tensor, prompt: ModelInput) -> tuple[list[C
             contiguous=False,
         )
         positions = torch.from_numpy(prompt.positions_at(start, end)).to(ids.device)
-        seen = images if start == 0 else None
+        seen = None if images is None else images.part(start, end)
         hidden.append(_under(model, trace).hidden(ids[start:end], positions, layout, cache, images=seen))
         traces.append(trace.calls)
     calls = zip(*traces, strict=True)

@@ -79,8 +79,8 @@ def read_run(path: Path, version: int | None = None) -> Recorded:
         logprobs[written] = [np.nan if value is None else value for value in row["logprobs"]]
         experts = None if "routed_experts" not in row else unpack_experts(row["routed_experts"])
         sampling = SamplingParams(**{**row["sampling"], "stop_token_ids": row["sampling"].get("stop_token_ids", ())})
-        spans = [(span["start"], span["end"], span["digest"]) for span in row.get("images", [])]
-        asked = ImageStore(path).prompt(row["prompt_ids"], spans) if spans else None
+        spans = row.get("images")
+        asked = ImageStore(path).read_by(row["prompt_ids"], row["token_ids"], spans) if spans else None
         starts = [prompt + start for start, _ in turns]
         sequences.append(Tokens(ids, prompt, sampling=sampling, starts=starts, model_input=asked))
         scored.append(Scored(logprobs, experts=experts))

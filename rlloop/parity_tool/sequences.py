@@ -42,7 +42,7 @@ class Tokens:
     @property
     def beginning(self) -> ModelInput | list[int]:
         """The prompt, as engines take it."""
-        return self.ids[: self.prompt] if self.model_input is None else self.model_input
+        return self.ids[: self.prompt] if self.model_input is None else self.model_input.first(self.prompt)
 
     @property
     def read(self) -> ModelInput:

@@ -29,7 +29,7 @@ from rlloop.numerics.profile import IMPLEMENTATIONS, SETTINGS, NumericsProfile, 
 from rlloop.parity_tool.recorded import Recorded, is_run, read_logprobs, read_run
 from rlloop.parity_tool.sequences import Scored, Tokens
 from rlloop.rollout import Engine
-from rlloop.types import SamplingParams
+from rlloop.types import ModelInput, SamplingParams
 
 
 class Side(Protocol):
@@ -215,9 +215,10 @@ def _sampled(name: str, model: Model, prompts: Sequence[Tokens]) -> Recorded:
         logprobs = np.full(len(ids), np.nan, np.float32)
         _refuse_nan(name, completion.raw_logprobs)
         logprobs[prompt:] = completion.raw_logprobs[: len(made)]
-        if each.model_input is not None:
-            [logprobs[1:prompt]] = engine.prefill_logprobs([each.model_input])
+        asked = each.beginning if isinstance(each.beginning, ModelInput) else None
+        if asked is not None:
+            [logprobs[1:prompt]] = engine.prefill_logprobs([asked])
             _refuse_nan(name, logprobs[1:prompt])
-        sequences.append(Tokens(ids, prompt, model_input=each.model_input))
+        sequences.append(Tokens(ids, prompt, model_input=asked))
         scored.append(Scored(logprobs, experts=completion.routed_experts))
     return Recorded(name, sequences, scored)

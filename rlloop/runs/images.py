@@ -10,8 +10,10 @@ import io
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,11 +65,15 @@ class ImageStore:
             raise RunError(f"{file} holds another image ({image.digest:.12})")
         return image
 
-    def prompt(self, token_ids: list[int], spans: Iterable[tuple[int, int, str]]) -> ModelInput:
-        """A recorded prompt, whose images stand at tokens [start, end). Raises `RunError` as `read`."""
-        spans = list(spans)
-        positions = [index for start, end, _ in spans for index in range(start, end)]
-        return ModelInput.with_images(token_ids, positions, [self.read(digest) for *_, digest in spans])
+    def read_by(
+        self, prompt_ids: list[int], token_ids: list[int], spans: Sequence[Mapping[str, Any]]
+    ) -> ModelInput:
+        """The input of a recorded completion: its prompt, or all up to the last picture that its environment replied.
+        Each of `spans` has the tokens (start, end) and the digest of an image. Raises `RunError` as `read`."""
+        ids = (prompt_ids + token_ids)[: max(len(prompt_ids), *(span["end"] for span in spans))]
+        positions = [index for span in spans for index in range(span["start"], span["end"])]
+        made = ModelInput.with_images(ids, positions, [self.read(span["digest"]) for span in spans])
+        return replace(made, given=len(prompt_ids))
 
     def picture(self, digest: str) -> Path | None:
         """The file to show; None where there is none."""

@@ -4,8 +4,8 @@
     task.environment={_target_: rlloop.tasks.tools.gym_environment, id: mine:Words-v0}            gymnasium, of texts
 
 TRL's form is a class with `reset(**row)` and public methods, which are its tools: the policy calls one by
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and reads what it returns as a message of the role `tool`. A
-turn without a call ends the episode. The attribute or method `reward` gives the episode's reward; without it, 0. The
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and reads what it returns as a message of the role `tool`: a
+text, or a picture (a `PIL.Image.Image`, or pixels [H, W, 3] uint8) for a model that reads images. A turn without a call ends the episode. The attribute or method `reward` gives the episode's reward; without it, 0. The
 result of `reset` is appended to the prompt's last message, and the chat template gets the tools' signatures and
 docstrings. For that a row is also reset once when its prompt is made, so the result must be a function of the row.
 """
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from rlloop.config.instantiate import locate, needs
 from rlloop.errors import ConfigError
@@ -97,8 +100,9 @@ class _Tools:
         if (close := getattr(self._made, "close", None)) is not None:
             close()
 
-    def _called(self, call: ToolCall) -> str:
-        """Call the tool and return its result as text; errors become text that the policy reads, as in TRL."""
+    def _called(self, call: ToolCall) -> str | list[dict[str, Any]]:
+        """Call the tool and return its result as text, or as a picture if it is one: a `PIL.Image.Image`, or pixels
+        [H, W, 3] uint8. Errors become text that the policy reads, as in TRL."""
         if call.name not in self.named:
             return f"error: there is no tool {call.name}; there are {', '.join(self.named)}"
         try:
@@ -107,9 +111,17 @@ class _Tools:
         except (TypeError, ValueError) as error:
             return f"error: {error}"
         try:
-            return str(self.named[call.name](**arguments))
+            result = self.named[call.name](**arguments)
+            return [{"type": "image", "image": result}] if _is_picture(result) else str(result)
         except Exception as error:  # of the tool: the policy's to read
             return f"error: {type(error).__name__}: {error}"
+
+
+def _is_picture(result: Any) -> bool:
+    if isinstance(result, np.ndarray):
+        return result.dtype == np.uint8 and result.ndim == 3
+    pillow = sys.modules.get("PIL.Image")  # whoever returns its images has imported it
+    return pillow is not None and isinstance(result, pillow.Image)
 
 
 def _gym_opening(example: Example, *, id: str, opening: bool = True) -> Opening:

@@ -40,10 +40,10 @@ function colourOf(full) {
   return full.compared && full.tokens.some((token) => token.same === false) ? "difference" : "logprob";
 }
 
-// The prompt's images, as the model's vision tower read them.
-const pictures = (run, images) => h("div", { class: "pictures" }, images.map(({ digest, start, end }, index) => h("figure", {},
-  h("img", { src: link("image", { run, digest }), alt: `Image ${index + 1} of the prompt`, onerror: (event) => event.target.replaceWith(h("span", { class: "muted" }, "no picture was kept")) }),
-  h("figcaption", { title: digest }, `tokens ${start} to ${end - 1}, ${digest.slice(0, 8)}`))));
+// Images, as the model's vision tower read them.
+const pictures = (run, images, of = "the prompt") => h("div", { class: "pictures" }, images.map(({ digest, start, end }, index) => h("figure", {},
+  h("img", { src: link("image", { run, digest }), alt: `Image ${index + 1} of ${of}`, onerror: (event) => event.target.replaceWith(h("span", { class: "muted" }, "no picture was kept")) }),
+  h("figcaption", { title: digest }, [start === undefined ? "" : `tokens ${start} to ${end - 1}, `, digest.slice(0, 8)].join("")))));
 
 // Elements that show a completion. `linked`: its step is a link.
 export function completion(run, row, full, linked) {
@@ -55,7 +55,7 @@ export function completion(run, row, full, linked) {
       Object.entries(COLOURS).filter(([, each]) => each.has(full)).map(([name, { title }]) => h("option", { value: name, selected: name === by }, title)));
     const flat = h("button", { type: "button", "aria-pressed": String(plain), onclick: () => { plain = !plain; localStorage.setItem("rlloop-plain", plain ? "yes" : "no"); draw(); } }, "Tokens only");
     view.replaceChildren(h("div", { class: "tools" }, h("label", {}, "Colour by", pick), flat),
-      plain ? tokens(full, 0, full.tokens.length, by, inspector) : conversation(full, by, inspector),
+      plain ? tokens(full, 0, full.tokens.length, by, inspector) : conversation(run, full, by, inspector),
       h("div", { class: "scale" }, COLOURS[by].scale(full)));
     inspector.replaceChildren(full.compared ? "Point at a token, or move to it by Tab, for its numbers." : "Not trained, so the trainer did not score it: there is nothing to compare.");
   };
@@ -63,7 +63,7 @@ export function completion(run, row, full, linked) {
   return [
     h("header", {}, h("h3", {}, `Completion ${full.uid}`), linked ? h("a", { href: address("step", { of: run, step: row.step }) }, `step ${row.step}`) : null, h("span", { class: "grow" }),
       h("a", { href: address("step", { of: run, step: row.step, group: row.grp, order: "order" }) }, "its group")),
-    full.images ? pictures(run, full.images) : null,
+    full.images ? pictures(run, full.images.filter(({ end }) => end <= full.prompt_ids.length)) : null,
     view,
     full.has_text ? null : h("p", { class: "muted" }, "The run's folder holds no tokenizer, so tokens are shown by their ids. The text: ", h("span", { class: "mono" }, full.text)),
     inspector,
@@ -73,7 +73,7 @@ export function completion(run, row, full, linked) {
 
 // ---------------------------------------------------------------------------------------------- bubbles
 
-function conversation(full, by, inspector) {
+function conversation(run, full, by, inspector) {
   const several = full.trace.filter((turn) => turn.tokens).length > 1;
   let number_ = 0;
   return h("div", { class: "talk", role: "log", "aria-label": "Conversation", tabindex: "0" }, full.trace.map((turn) => {
@@ -85,7 +85,8 @@ function conversation(full, by, inspector) {
       : [turn.read ? h("span", { class: "muted" }, "masked") : null];
     return h("section", { class: `bubble ${mine ? "policy" : turn.role}` },
       h("div", { class: "role" }, h("b", {}, mine && several ? `${title(turn.role)}, turn ${number_}` : turn.name ? `${title(turn.role)} · ${turn.name}` : title(turn.role)), ...marks),
-      mine ? tokens(full, ...turn.tokens, by, inspector) : h("div", { class: "said" }, turn.text || h("span", { class: "muted" }, "empty")));
+      mine ? tokens(full, ...turn.tokens, by, inspector) : h("div", { class: "said" }, turn.text || (turn.images?.length ? null : h("span", { class: "muted" }, "empty"))),
+      turn.images?.length ? pictures(run, turn.images.map((digest) => ({ digest })), "the reply") : null);
   }));
 }
 

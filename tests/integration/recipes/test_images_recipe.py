@@ -134,7 +134,7 @@ def test_each_picture_is_kept_once_and_is_what_the_model_read(trained: Path, mod
     for digest in digests:
         shown = pillow.open(store.folder / f"{digest}.png")
         assert processor.image(np.asarray(shown)).digest == store.read(digest).digest == digest
-    prompt = store.prompt(rows[0]["prompt_ids"], [(x["start"], x["end"], x["digest"]) for x in rows[0]["images"]])
+    prompt = store.read_by(rows[0]["prompt_ids"], rows[0]["token_ids"], rows[0]["images"])
     tokens = rows[0]["token_ids"]
     first = token_logprobs(load_model(model_folder), [(prompt, tokens)])[0].detach().numpy()
     assert first.tobytes() == np.array(rows[0]["logprobs"], np.float32).tobytes()
