@@ -223,9 +223,7 @@ class ModelInput:
             axes = max(known.shape[:-1], following.shape[:-1], key=len)
             both = (np.broadcast_to(each, (*axes, each.shape[-1])) for each in (known, following))
             positions = np.concatenate(list(both), axis=-1)
-            contents += tuple(
-                replace(span, start=span.start + count, end=span.end + count) for span in more.contents
-            )
+            contents += tuple(replace(span, start=span.start + count, end=span.end + count) for span in more.contents)
         return ModelInput([*self.token_ids, *token_ids], positions, contents, given)
 
     def first(self, count: int) -> ModelInput:

@@ -35,7 +35,8 @@ ENDED_BADLY = ("failed", "parity broken")
 QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
     "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean",
-    "reward/solved", "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained", "ledger/sampled",
+    "reward/solved", "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained",
+    "ledger/sampled",
 )  # fmt: skip
 CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
 

@@ -261,8 +261,8 @@ class Talk:
     environment: Environment | None  # None: there is one turn
     sampling: SamplingParams  # the same seed for all turns: a token is drawn by the seed and its position
     ids: list[int]  # the conversation so far
-    read: ModelInput | None = None  # its first tokens, up to the last picture that was replied; None: the prompt
     version: int | None = None  # version of the weights when it began, if known
+    read: ModelInput | None = None  # its first tokens, up to the last picture that was replied; None: the prompt
     turns: list[Completion] = field(default_factory=list)
     turn: Turn | None = None  # that is being made
     replies: list[Reply] = field(default_factory=list)

@@ -67,7 +67,11 @@ def joined(turns: Sequence[Completion], finish_reason: FinishReason) -> Completi
     if last is not None and whole.model_input is not None and len(last.contents) == len(whole.model_input.contents):
         last = whole.model_input  # no reply brought a picture
     return dataclasses.replace(
-        whole, model_input=last, finish_reason=finish_reason, turns=spans, version_spans=None if by_turn else whole.version_spans
+        whole,
+        model_input=last,
+        finish_reason=finish_reason,
+        turns=spans,
+        version_spans=None if by_turn else whole.version_spans,
     )
 
 

@@ -1,7 +1,7 @@
 """Pictures in the replies of environments: read by the model's own image processor, as those of prompts are.
 
-A message's content then has parts: {"type": "image", "image": PICTURE}, beside {"type": "text", "text": "..."}. PICTURE:
-the bytes of a file, a `PIL.Image.Image`, or pixels [H, W, 3] uint8.
+A message's content then has parts: {"type": "image", "image": PICTURE}, beside {"type": "text", "text": "..."}. A
+PICTURE is the bytes of a file, a `PIL.Image.Image`, or pixels [H, W, 3] uint8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def taken(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
 
 
 def as_recorded(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
-    """Messages for records: in place of parts their text, and the digests of the pictures that were read, as `images`."""
+    """Messages for records: in place of parts their text, and as `images` the digests of the pictures that were read."""
     left, recorded = list(digests), list[Message]()
     for message in messages:
         if not _has_pictures(message):

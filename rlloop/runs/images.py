@@ -65,9 +65,7 @@ class ImageStore:
             raise RunError(f"{file} holds another image ({image.digest:.12})")
         return image
 
-    def read_by(
-        self, prompt_ids: list[int], token_ids: list[int], spans: Sequence[Mapping[str, Any]]
-    ) -> ModelInput:
+    def read_by(self, prompt_ids: list[int], token_ids: list[int], spans: Sequence[Mapping[str, Any]]) -> ModelInput:
         """The input of a recorded completion: its prompt, or all up to the last picture that its environment replied.
         Each of `spans` has the tokens (start, end) and the digest of an image. Raises `RunError` as `read`."""
         ids = (prompt_ids + token_ids)[: max(len(prompt_ids), *(span["end"] for span in spans))]

@@ -5,9 +5,10 @@
 
 TRL's form is a class with `reset(**row)` and public methods, which are its tools: the policy calls one by
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and reads what it returns as a message of the role `tool`: a
-text, or a picture (a `PIL.Image.Image`, or pixels [H, W, 3] uint8) for a model that reads images. A turn without a call ends the episode. The attribute or method `reward` gives the episode's reward; without it, 0. The
-result of `reset` is appended to the prompt's last message, and the chat template gets the tools' signatures and
-docstrings. For that a row is also reset once when its prompt is made, so the result must be a function of the row.
+text, or a picture (a `PIL.Image.Image`, or pixels [H, W, 3] uint8) for a model that reads images. A turn without a call
+ends the episode. The attribute or method `reward` gives the episode's reward; without it, 0. The result of `reset` is
+appended to the prompt's last message, and the chat template gets the tools' signatures and docstrings. For that a row
+is also reset once when its prompt is made, so the result must be a function of the row.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlloop import Engine, load_model
-from rlloop.models import Model
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout

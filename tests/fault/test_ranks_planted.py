@@ -43,6 +43,26 @@ class Engine(rlloop.Engine):
                 return torch.cat(whole.chunk(2, dim)[::-1], dim) if swaps else whole
 
             Ranks.gather = swapped
+        if fault == "heads" and RANK == LAST:  # a trainer's rank gets its heads' keys in another order
+            from rlloop.models import context_parallel
+
+            rows_of = context_parallel.exchanged_rows
+
+            def exchanged(x, rows, division):
+                got = rows_of(x, rows, division)
+                return got if got.shape[1] > 1 and division.count > 2 else got.roll(1, 0)
+
+            context_parallel.exchanged_rows = exchanged
+        if fault == "reported":  # what no operation explains
+            generate = self.generate
+
+            def other(*given, **options):
+                made = generate(*given, **options)
+                for each in made:
+                    each.logprobs[-1:] *= 1.0001
+                return made
+
+            self.generate = other
         if fault == "stale" and RANK == LAST:
 
             def refresh(view):
@@ -54,6 +74,7 @@ class Engine(rlloop.Engine):
 """
 SPREAD, CUT = "trainer.layout.dp_shard=2", "rollout.layout.tp=2"
 PIECES = "trainer.shard=parameters"
+CONTEXT = "trainer.layout.cp=2"
 STAGES = ("trainer.layout.pp=2", "trainer.layout.tp=2", "rollout.layout.pp=2", "rollout.layout.dp_shard=2")
 EACH = "On each of 2 ranks: The first operation that differs: "
 
@@ -65,13 +86,17 @@ EACH = "On each of 2 ranks: The first operation that differs: "
         ("sum", (SPREAD, CUT, "model.dtype=bfloat16"), EACH),
         ("sum", (SPREAD, CUT, PIECES), EACH),
         ("swap", (SPREAD, CUT), EACH),
+        ("sum", (CONTEXT,), EACH + "linear at model.layers.0.self_attn.q_proj"),
+        ("heads", (CONTEXT,), "On rank 1 alone: The first operation that differs: attention at model.layers.0 "),
+        ("reported", (CONTEXT,), "this sequence shows no operation that differs"),
         ("stale", ("trainer.layout.tp=2",), "Weights differ on rank 1 alone. The first on rank 1: model."),
         ("stale", (SPREAD, CUT, PIECES), "Weights differ on rank 1 alone. The first on rank 1: model."),
         ("stale", ("trainer.layout.tp=2", "rollout.layout.pp=2"), "rank 1 alone. The first on rank 1: model.layers.1."),
         ("stale", STAGES, "Weights differ on rank 3 alone. The first on rank 3: model.layers.1."),
     ],
     ids=[
-        "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "stale shard",
+        "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "all-reduce beside cp",
+        "heads of a cp rank", "nothing of a cp rank", "stale shard",
         "stale shard beside pieces", "stale shard of an engine's stage", "stale shard of a stage",
     ],
 )  # fmt: skip
@@ -84,4 +109,5 @@ def test_a_fault_between_ranks_is_found_and_named(tmp_path, fault, layouts, said
     assert said in output
     report = json.loads((tmp_path / "run" / "parity_report.json").read_text())
     *_, line = read_records(tmp_path / "run" / "parity.jsonl")
-    assert report["doctor"]["ranks"] == line["ranks"] == ([size - 1] if fault == "stale" else [0, 1])
+    ranks = {"stale": [size - 1], "heads": [1], "reported": None}.get(fault, [0, 1])
+    assert report["doctor"].get("ranks") == line.get("ranks") == ranks
