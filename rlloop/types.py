@@ -170,7 +170,7 @@ class Completion:
     selected: np.ndarray | None = None  # [tokens, layers] int64: digests of the tokens that sparse attention read
     origin: str | None = None  # region/address of its engine, if there are several
     alternatives: Alternatives | None = None  # [T, k], where they were asked for
-    # The prompt, where it is more than text; where an environment replied with pictures, the last turn's. It begins with
+    # The prompt, where it is more than text; where an environment replied with pictures, the last turn's. Begins with
     # prompt_ids, and goes on as token_ids do.
     model_input: ModelInput | None = None
     versions: tuple[int, ...] | None = None  # of each turn, where the weights changed in between; None: policy_version

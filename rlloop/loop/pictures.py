@@ -43,7 +43,7 @@ def taken(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
 
 
 def as_recorded(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
-    """Messages for records: in place of parts their text, and as `images` the digests of the pictures that were read."""
+    """Messages for records: in place of parts their text, and as `images` the digests of the pictures read."""
     left, recorded = list(digests), list[Message]()
     for message in messages:
         if not _has_pictures(message):
