@@ -131,7 +131,7 @@ class UnderWay:
         self._turns: Turns | None = None
         self._closed: Future[None] | None = None  # while submission is on hold: done once it resumes
         self._going = self._at_engine = 0
-        self._reader = ReplyReader(task.model_folder)
+        self._reader = ReplyReader(lambda: task.model_folder())
 
     def begin(self, example: Example, sampling: SamplingParams) -> Talk:
         new = getattr(self.task, "environment", None)
