@@ -1,6 +1,7 @@
 """Runs whose engine sleeps while the trainer works: the records and the bytes of those whose engine does not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,12 @@ def test_the_engine_of_a_regions_trainer_which_makes_canaries_sleeps_too(
     [job] = _make_jobs("countdown", [("", overrides)])
     prepared = prepare(job.config)
     with region_parts(job.config, prepared, RunFolder(tmp_path / "run")) as parts:
-        own = parts.sync.reference.engine
-        assert parts.trainer.neighbours == ([own] if sleep == "true" else [])
-        first, again = ([each.token_ids for each in parts.sync.reference.canary(0).expected] for _ in range(2))
+        sync: Any = parts.sync
+        trainer: Any = parts.trainer
+        own = sync.reference.engine
+        assert trainer.neighbours == ([own] if sleep == "true" else [])
+        first, again = ([each.token_ids for each in sync.reference.canary(0).expected] for _ in range(2))
         if sleep == "true":
             own.sleep()
-        assert [each.token_ids for each in parts.sync.reference.canary(0).expected] == first == again
+        assert [each.token_ids for each in sync.reference.canary(0).expected] == first == again
     prepared.scorer.close()
