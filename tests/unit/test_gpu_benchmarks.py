@@ -496,10 +496,10 @@ def test_an_interrupted_work_keeps_the_rounds_that_ended(module, tmp_path):
 
 
 def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypatch):
-    engine, tried = module("gpu_engine"), []
-    assert engine.setups_of("8B", "") == ["", engine.CAREFUL]
-    assert engine.setups_of("qwen3.5-moe", "") == list(engine.SETUPS)
-    assert engine.setups_of("qwen3.5-moe", engine.TRITON) == [engine.TRITON, engine.CAREFUL]
+    engine, setups, tried = module("gpu_engine"), module("engine_sides"), []
+    assert setups.setups_of("8B", "") == ["", setups.CAREFUL]
+    assert setups.setups_of("qwen3.5-moe", "") == list(setups.SETUPS)
+    assert setups.setups_of("qwen3.5-moe", setups.TRITON) == [setups.TRITON, setups.CAREFUL]
 
     class Child:
         def __init__(self, name, command, environment, log) -> None:
@@ -507,35 +507,36 @@ def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypat
 
     def in_turns(sides, works, rounds, known, ended):
         tried.append([(each.name, each.setup, *works) for each in sides])
-        for each in [each for each in sides if each.name != "rlloop" and each.setup != engine.CAREFUL]:
+        for each in [each for each in sides if each.name != "rlloop" and each.setup != setups.CAREFUL]:
             ended(each, engine.Ended(each.name, 1, ["an Error"]))
         for work in works:
-            known(work, {each.name: [2.0] for each in sides if each.name == "rlloop" or each.setup == engine.CAREFUL})
+            known(work, {each.name: [2.0] for each in sides if each.name == "rlloop" or each.setup == setups.CAREFUL})
 
     monkeypatch.setattr(engine, "Child", Child)
     monkeypatch.setattr(engine, "in_turns", in_turns)
     names, recorded = ["rlloop", "vLLM default"], []
 
-    def known(work, found, setups) -> None:
-        recorded.append(engine.speed_figures("qwen3.5-moe", work, found[work], setups, False))
+    def known(work, found, ways) -> None:
+        recorded.append(engine.speed_figures("qwen3.5-moe", work, found[work], ways, False))
 
     settings = {"shape": "qwen3.5-moe", "works": ["one"], "setup": ""}
     engine.speeds(tmp_path, settings, names, 1, True, {}, known, None)
     assert tried == [
         [("rlloop", "", "one"), ("vLLM default", "", "one")],
-        [("vLLM default", engine.TRITON, "one")],
-        [("vLLM default", engine.CAREFUL, "one")],
+        [("vLLM default", setups.TRITON, "one")],
+        [("vLLM default", setups.CAREFUL, "one")],
     ]
     ((first,), (last,)) = recorded
     assert (first.value, first.peer) == (2.0, None)  # known although the peer ended
     assert (last.name, last.ratio) == (first.name, 1.0)
-    assert last.peer == f"vLLM default, unseeded, {engine.CAREFUL}"
+    assert last.peer == f"vLLM default, unseeded, {setups.CAREFUL}"
     (figure,) = engine.speed_figures("8B", "one", {"rlloop": [2.0]}, {("one", "vLLM default"): None}, False)
     assert (figure.peer, figure.peer_value) == ("vLLM default: it ended", None)
 
 
 def test_sglang_is_tried_in_its_own_ways_and_named_so(module, tmp_path, monkeypatch):
     engine, sglang, tried = module("gpu_engine"), module("engine_sglang"), []
+    careful = module("engine_sides").CAREFUL
 
     class Child:
         def __init__(self, name, command, environment, log) -> None:
@@ -549,18 +550,18 @@ def test_sglang_is_tried_in_its_own_ways_and_named_so(module, tmp_path, monkeypa
 
     monkeypatch.setattr(engine, "Child", Child)
     monkeypatch.setattr(engine, "in_turns", in_turns)
-    settings = {"shape": "8B", "works": ["one"], "setup": engine.CAREFUL}  # vLLM's, which is not SGLang's
+    settings = {"shape": "8B", "works": ["one"], "setup": careful}  # vLLM's, which is not SGLang's
     found, setups = engine.speeds(
         tmp_path, settings, ["rlloop", "vLLM default", "SGLang"], 1, True, {}, lambda *_: None, None
     )
     assert tried == [
-        [("rlloop", ""), ("vLLM default", engine.CAREFUL), ("SGLang", "")],
+        [("rlloop", ""), ("vLLM default", careful), ("SGLang", "")],
         [("SGLang", sglang.NO_PROMPTS)],
         [("SGLang", sglang.TRITON)],
     ]
     figures = engine.speed_figures("8B", "one", found["one"], setups, True)  # SGLang's requests have no seeds
     assert [each.peer for each in figures] == [
-        f"vLLM default, seeded, {engine.CAREFUL}", f"SGLang, unseeded, {sglang.TRITON}",
+        f"vLLM default, seeded, {careful}", f"SGLang, unseeded, {sglang.TRITON}",
     ]  # fmt: skip
 
 
