@@ -7,7 +7,10 @@ batch-invariant. Each runs a round to warm up; when all have, they take turns, a
 new prompts; least, median and most are printed, and medians recorded, of each workload as soon as it is done, or as an
 interrupt (or SIGTERM) ends it after two rounds. Every rank must make the same tokens. rlloop's requests have seeds,
 which cost it nothing; vLLM's have none, which is faster. CACHE_GIB=11 in the environment lets the engines fit on GPUs
-of 80 GB together. `--profile`: the first GPU's kernels by a step instead, of rlloop alone; nothing is recorded.
+of 80 GB together. Where requests wait for room in the cache, rlloop may record steps with prompts as CUDA graphs in a
+measured round, 0.1 to 0.2 s each (vLLM records all at its start): `Engine.prepare()` records nothing over ranks, nor
+on one GPU such steps in contexts of more than 1,024 tokens. `--profile`: the first GPU's kernels by a step instead, of
+rlloop alone; nothing is recorded.
 """
 
 from __future__ import annotations
