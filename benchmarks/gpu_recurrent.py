@@ -5,7 +5,9 @@
 Cells are `SHAPE/WORK`. Training, `8x1024` and `1x8192` tokens: the scan alone, forward, and forward and backward, whole
 sequences end to end, timed with their launches. Decode, of 1, 32 and 256 sequences: one token of each by CUDA graphs,
 every call on states of its own. Ours takes and makes float32, the peers bfloat16 with float32 decays
-(`recurrent_peers.py`); those that are not installed are left out.
+(`recurrent_peers.py`); those that are not installed are left out. `tokens-8x1024`: our forward of whole sequences,
+which goes in chunks, beside our decode of the same sequences, one token of each after the other, both by CUDA graphs;
+their results are compared bit for bit.
 
 vLLM's kernels have no backward. That of flash-linear-attention refuses to run with Triton 3.4 to 3.7.0 on Hopper, where
 it would be wrong. `--triton` names folders that hold other releases of Triton (`pip install --no-deps --target FOLDER
@@ -47,7 +49,8 @@ SHAPES = {  # key heads, heads, numbers of a key, of a value; the delta rule or 
 TINY = {"toy-delta": (1, 2, 8, 8, True), "toy-mamba": (1, 2, 8, 4, False)}
 TRAINING = {"8x1024": (8, 1024), "1x8192": (1, 8192)}  # sequences, tokens of each
 DECODE = {"decode-1": 1, "decode-32": 32, "decode-256": 256}
-SMALL = {"2x32": (2, 32)}, {"decode-2": 2}
+READING = {"tokens-8x1024": (8, 1024)}
+SMALL = {"2x32": (2, 32)}, {"decode-2": 2}, {"tokens-2x40": (2, 40)}  # 40: two chunks and a half on a GPU
 QUICK = ["*/8x1024", "*/decode-32"]
 ROUNDS = 5
 OPS = ops_for(NumericsProfile())
@@ -152,6 +155,45 @@ def decode(name: str, shape: Shape, sequences: int) -> list[Figure]:
     return compared(title, "us", value, dict(zip(run, times, strict=True)), asked.keys() - run.keys(), aim=1.0)
 
 
+def reading(name: str, shape: Shape, sequences: int, length: int) -> list[Figure]:
+    """In chunks, as the trainer and prefill read, beside token by token, as decode does."""
+    groups, heads, key, width, corrects = shape
+    given = inputs(sequences * length, shape)
+    whole = AttentionLayout.of_sequences([length] * sequences, PLACE)
+    store = torch.zeros(sequences, *OPS.scan_state(groups, heads, key, width, PLACE), device=PLACE)
+    rows, starts = torch.arange(sequences, device=PLACE), torch.arange(sequences + 1, device=PLACE)
+    block = torch.zeros(sequences, 1, dtype=torch.int64, device=PLACE)
+    contexts = torch.arange(length, device=PLACE)[:, None].repeat(1, sequences)
+    layouts = [AttentionLayout(starts, context, block, 1, contiguous=False) for context in contexts]
+    by_token = [x.unflatten(0, (sequences, length)).transpose(0, 1).contiguous() for x in given]
+    state = RecurrentState(store, rows)
+
+    def chunks() -> Tensor:
+        with torch.inference_mode():
+            return OPS.scan(*given, corrects, whole, None)
+
+    def tokens() -> Iterator[Tensor]:
+        with torch.inference_mode():
+            for at, layout in enumerate(layouts):
+                yield OPS.scan(*(x[at] for x in by_token), corrects, layout, state)
+
+    def all_tokens() -> None:
+        for _ in tokens():
+            pass
+
+    made = torch.stack([*tokens()], 1).flatten(0, 1)
+    differ = int((made.view(torch.int32) != chunks().view(torch.int32)).sum())
+    if PLACE.type == "cuda":
+        value, other = ([1000 * each for each in rounds] for rounds in seconds([[chunks], [all_tokens]]))
+    else:
+        value, other = milliseconds([partial(elapsed, chunks), partial(elapsed, all_tokens)])
+    title = f"{name}, {sequences} x {length} tokens"
+    return [
+        *compared(f"forward in chunks, {title}", "ms", value, {"token by token": other}, [], aim=1.0),
+        Figure(name=f"differ from token by token, of {made.numel():,} numbers, {title}", unit="numbers", value=differ),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one size of each; records nothing")
@@ -161,8 +203,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="toys on a CPU, nothing recorded")
     cells.add_arguments(parser)
     args = parser.parse_args()
-    shapes, (scans, steps) = (TINY, SMALL) if args.tiny else (SHAPES, (TRAINING, DECODE))
-    every = [f"{shape}/{work}" for shape in shapes for work in (*scans, *steps)]
+    shapes, (scans, steps, reads) = (TINY, SMALL) if args.tiny else (SHAPES, (TRAINING, DECODE, READING))
+    every = [f"{shape}/{work}" for shape in shapes for work in (*scans, *steps, *reads)]
     picked = cells.chosen(every, args.cells or (QUICK if args.quick and not args.tiny else None))
     if args.list:
         print("\n".join(picked))
@@ -172,6 +214,8 @@ def main() -> None:
         name, work = cell.split("/")
         if work in scans:
             made = training(name, shapes[name], *scans[work], args.triton)
+        elif work in reads:
+            made = iter([reading(name, shapes[name], *reads[work])])
         else:
             made = iter([decode(name, shapes[name], steps[work])])
         for figures in made:

@@ -58,6 +58,10 @@ TABLES = {
         "long_context.py", "training on one sequence of 32k to 256k tokens", 10, peer="transformers",
         parts="--only, --seconds",
     ),
+    "longest": Table(
+        "long_context.py", "the longest sequence of two layers that the peer trains, and twice that", 10,
+        "--find-longest --layers 2 --only 256k", peer="transformers", parts="--only, --layers, --seconds",
+    ),
     "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
     "images": Table("gpu_images.py", "pictures to first token", 4, "--vllm", peer="vllm", parts="--seconds"),
     "attention": Table("gpu_attention.py", "attention: decode, prefill, chunks", 6, more="vllm", parts="--only"),
@@ -67,7 +71,7 @@ TABLES = {
     "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
     "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
     "recurrent": Table(
-        "gpu_recurrent.py", "recurrences", 5, more="flash-linear-attention, mamba-ssm, vllm", parts="--cells, --seconds"
+        "gpu_recurrent.py", "recurrences", 6, more="flash-linear-attention, mamba-ssm, vllm", parts="--cells, --seconds"
     ),
     "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
     "offload": Table("offload.py", "moments and masters on the host", 5, parts="--layers, --seconds"),
@@ -84,6 +88,10 @@ TABLES = {
     "ranks-train": Table(
         "ranks_train.py", "full training of an 8B shape over GPUs", 15, "--gpus {gpus}", gpus=2, peer="transformers",
         parts="--layers",
+    ),
+    "ranks-context": Table(
+        "ranks_context.py", "training on one sequence of 128k and 256k tokens over GPUs", 9, "--keep-attention",
+        gpus=2, parts="--cp, --lengths, --layers",
     ),
     "ranks-step": Table(
         "ranks_step.py", "a whole RL step over GPUs", 10, "--vllm --gpus {gpus}", gpus=2, peer="vllm", parts="--layers"

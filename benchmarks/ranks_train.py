@@ -29,10 +29,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from results_schema import Figure, report, table
+
+if TYPE_CHECKING:
+    from rlloop.parallel.layout import Layout
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -60,6 +63,7 @@ SMALL = {
     "eos_token_id": 1,
 }
 WARM, ROUNDS = 2, 4
+FOUND = "found.json"
 
 
 class Setting:
@@ -78,8 +82,8 @@ class Setting:
         return torch.randint(3, self.config["vocab_size"] - 1, shape, generator=generator)
 
 
-def our_model(setting: Setting) -> Any:
-    """A random model, drawn on this rank's GPU, sharded as `trainer.layout.dp_shard` has it."""
+def our_model(setting: Setting, layout: Layout | None = None) -> Any:
+    """A random model, drawn on this rank's GPU, sharded as `trainer.layout.dp_shard` has it, or by another layout."""
     from rlloop.models import Model
     from rlloop.models.config import parse_config
     from rlloop.models.parameters import ParameterStore
@@ -87,7 +91,7 @@ def our_model(setting: Setting) -> Any:
     from rlloop.parallel.context import join
     from rlloop.parallel.layout import Layout
 
-    context, config = join(setting.device, Layout(dp_shard=setting.size)), parse_config(setting.config)
+    context, config = join(setting.device, layout or Layout(dp_shard=setting.size)), parse_config(setting.config)
     with torch.device("meta"):
         model = Model(config, None, context)
     generator = torch.Generator(setting.device).manual_seed(0)
@@ -221,31 +225,25 @@ def _peak(setting: Setting) -> float:
 
 
 def in_children(what: str, setting: Setting) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        out, address = folder / "found.json", f"file://{folder / 'meeting'}"
-        command = [
-            sys.executable,
-            __file__,
-            "--gpus",
-            str(setting.size),
-            "--shard",
-            setting.shard,
-            "--layers",
-            str(setting.layers),
-            *(["--tiny"] if setting.tiny else []),
-            "--child",
-            what,
-        ]
-        ranks = [subprocess.Popen([*command, str(rank), address, str(out)]) for rank in range(setting.size)]
-        while any(rank.poll() is None for rank in ranks):
-            time.sleep(0.2)
-            if any(rank.poll() for rank in ranks):  # the others would wait for it
-                for rank in ranks:
-                    rank.kill()
-        if codes := [rank.returncode for rank in ranks if rank.returncode]:
+    command = [__file__, "--gpus", str(setting.size), "--shard", setting.shard, "--layers", str(setting.layers)]
+    command += [*(["--tiny"] if setting.tiny else []), "--child", what]
+    with tempfile.TemporaryDirectory() as folder:
+        if codes := run_ranks(command, setting.size, Path(folder)):
             raise SystemExit(f"{what}: ranks ended with {codes}")
-        return json.loads(out.read_text())
+        return json.loads((Path(folder) / FOUND).read_text())
+
+
+def run_ranks(command: list[str], size: int, folder: Path) -> list[int]:
+    """A process for each rank, of a script whose last arguments are RANK, ADDRESS and the file that the first writes.
+    Codes of those that failed: none if none did."""
+    more = [f"file://{folder / 'meeting'}", str(folder / FOUND)]
+    ranks = [subprocess.Popen([sys.executable, *command, str(rank), *more]) for rank in range(size)]
+    while any(rank.poll() is None for rank in ranks):
+        time.sleep(0.2)
+        if any(rank.poll() for rank in ranks):  # the others would wait for it
+            for rank in ranks:
+                rank.kill()
+    return [rank.returncode for rank in ranks if rank.returncode]
 
 
 def main() -> None:

@@ -385,6 +385,10 @@ def test_recurrences_are_measured_on_a_cpu():
     for name in ("toy-delta", "toy-mamba"):
         assert f"forward and backward, {name}, 2 x 32 tokens" in done.stdout
         assert f"decode, {name}, 2 sequences" in done.stdout
+        assert f"forward in chunks, {name}, 2 x 40 tokens" in done.stdout
+        (line,) = [line for line in done.stdout.splitlines() if f"numbers, {name}, 2 x 40 tokens" in line]
+        assert line.startswith("differ from token by token, of ")
+        assert line.split("2 x 40 tokens")[1].split() == ["0", "numbers"]
 
 
 @pytest.mark.slow

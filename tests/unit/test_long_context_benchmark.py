@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,104 @@ def test_figures_say_who_ran_out_of_memory_and_what_was_predicted(module):
         speed, *_ = long.figures_of(found, 1024, config, "a shape", moved)
         assert speed.name.endswith("layers recomputed but for attention, activations offloaded")
         assert speed.peer.endswith(": out of memory")
+
+
+def test_the_longest_is_searched_until_memory_or_time_is_over(module, capsys):
+    sides, lengths = module("long_context_sides"), []
+
+    def run(length: int) -> float:
+        lengths.append(length)
+        if length > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return 0.5
+
+    settings = {"first": 10, "most": 1000, "rounds": 2, "deadline": time.monotonic() + 100}
+    sides.search(run, settings, "cpu")
+    assert lengths == [10, 20, 40, 80, 40]
+    made = told_by(capsys.readouterr().out)
+    assert [each["length"] for each in made if "seconds" in each] == [10, 20, 40, 40]
+    assert [each for each in made if "seconds" not in each] == [{"length": 80, "outgrown": True}]
+    lengths.clear()
+    sides.search(run, {**settings, "most": 20}, "cpu")
+    assert lengths == [10, 20, 20]
+    lengths.clear()
+    capsys.readouterr()
+    sides.search(run, {**settings, "deadline": time.monotonic() - 1}, "cpu")
+    assert lengths == [10]  # one, however late
+    assert told_by(capsys.readouterr().out)[-1] == {"length": 20, "late": True}
+    lengths.clear()
+    sides.search(run, {**settings, "first": 80}, "cpu")
+    assert lengths == [80]
+
+
+def test_the_peer_s_longest_counts_with_activations_offloaded_and_ours_goes_beyond_it(module, tmp_path, monkeypatch):
+    long, asked, recorded = module("long_context"), [], []
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1}')
+
+    def told(command, seconds):
+        side, settings = command[3], json.loads(command[-1])
+        asked.append((side, settings.get("first"), settings.get("peer_offloads"), [*settings["lengths"].values()]))
+        limit = {("peer", False): 2**18, ("peer", True): 2**19}.get((side, settings.get("peer_offloads")), 2**21)
+        lengths = [settings["first"] << at for at in range(4)] if side == "peer" else settings["lengths"].values()
+        for length in lengths:
+            if length > limit:
+                yield {"length": length, "outgrown": True}
+                return
+            yield {"length": length, "seconds": length / 1024, "loss": 0.0, "peak": length << 10}
+        if side == "rlloop":
+            assert settings["positions"] == 2**20 + 64
+
+    monkeypatch.setattr(long, "told", told)
+    monkeypatch.setattr(long.Run, "record", lambda run, figures: recorded.extend(figures))
+    arguments = {"tiny": False, "layers": 2, "seconds": 100, "offload": "none", "rounds": 2, "only": ["128k"]}
+    given = types.SimpleNamespace(**arguments, keep_attention=False, offload_activations=False)
+    run = long.Run(given, tmp_path)
+    run.find()
+    assert asked == [
+        ("peer", 2**17, False, [2**17]), ("peer", 2**19, True, [2**19]), ("rlloop", None, None, [2**19, 2**20]),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 2**20 + 64
+    peer = "transformers, SDPA, layers recomputed, activations offloaded"
+    said = "Qwen3 0.6B shape, 2 of 28 layers bf16, layers recomputed"
+    speeds = [each for each in recorded if each.name.startswith("forward")]
+    assert [(each.name, each.peer, each.ratio) for each in speeds] == [
+        (f"forward + backward, one sequence of 524,288 tokens, {said}", peer, 1.0),
+        (f"forward + backward, one sequence of 1,048,576 tokens, {said}", f"{peer}: out of memory", None),
+    ]
+    longest = recorded[-1]
+    assert longest.name == f"longest sequence trained, of twice the peer's longest and that, {said}"
+    assert (longest.value, longest.peer, longest.peer_value, longest.aim) == (2**20, peer, 2**19, 2.0)
+    assert not run.failed
+    (untried,) = long.longest_figure(run.found, "a shape", run.settings, outgrown=False)
+    assert (untried.peer, untried.aim) == (f"{peer}: no longer one was tried", None)
+
+
+def test_the_number_of_layers_is_in_the_names_and_in_what_is_predicted(module):
+    long = module("long_context")
+    assert long.words_of(False) == long.words_of(False, 28) == "Qwen3 0.6B shape"
+    assert long.words_of(False, 7) == "Qwen3 0.6B shape, 7 of 28 layers"
+    assert (long.config_of(False)["num_hidden_layers"], long.config_of(False, 7)["num_hidden_layers"]) == (28, 7)
+    settings = {"offload": "none", "keep_attention": False, "offload_activations": False}
+    few, all_of_them = (long.predicted(long.config_of(False, layers), 2**18, settings) for layers in (7, None))
+    assert all_of_them - few > 21 * 2**18 * 2 * 1024  # what is kept of 21 layers, and their weights
+    for wrong in (["--layers", "29"], ["--layers", "0"], ["--find-longest", "--without", "peer"]):
+        done = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "long_context.py", *wrong], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "give 1 to 28" in done.stderr or "leave --without out" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_toy_s_longest_is_found_and_its_peer_offloads_with_the_same_loss(module, tmp_path):
+    done = ran("--find-longest", "--layers", "1", "--rounds", "1")
+    assert "longest sequence trained, of twice the peer's longest and that, toy, 1 of 2 layers bf16" in done.stdout
+    assert "rlloop, 384 tokens: " in done.stdout
+    long, sides = module("long_context"), module("long_context_sides")
+    module("gpu_shapes").save_random(long.config_of(True, 1), tmp_path)
+    settings = {"prompt": 20, "warm": 32, "lengths": {"96": 96}}
+    kept, moved = (sides.theirs(tmp_path, "cpu", {**settings, "peer_offloads": each})(96) for each in (False, True))
+    assert kept == moved
 
 
 @pytest.mark.slow
