@@ -532,7 +532,7 @@ def test_an_engine_that_ended_is_tried_in_other_ways(module, tmp_path, monkeypat
     ]
     ((first,), (last,)) = recorded
     assert (first.value, first.peer) == (2.0, None)  # known although the peer ended
-    assert (last.name, last.ratio) == (first.name, 1.0)
+    assert (last.name, last.ratio, last.aim) == (first.name, 1.0, 1.0)
     assert last.peer == f"vLLM default, unseeded, {setups.CAREFUL}"
     (figure,) = engine.speed_figures("8B", "one", {"rlloop": [2.0]}, {("one", "vLLM default"): None}, False)
     assert (figure.peer, figure.peer_value) == ("vLLM default: it ended", None)

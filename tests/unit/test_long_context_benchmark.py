@@ -48,7 +48,7 @@ def test_a_side_without_enough_memory_says_so_and_ends(module, capsys):
     lengths.clear()
     long.measure(run, {**settings, "deadline": time.monotonic() - 1}, "cpu")
     assert lengths == [10, 30]  # one of each, however late
-    assert long.needed(2.0, 32, [64, 128]) == 2.0 * (1 + 4 + 16)
+    assert module("long_context_sides").needed(2.0, 32, [64, 128]) == 2.0 * (1 + 4 + 16)
 
 
 def test_figures_say_who_ran_out_of_memory_and_what_was_predicted(module):
@@ -176,15 +176,24 @@ def test_the_number_of_layers_is_in_the_names_and_in_what_is_predicted(module):
 
 
 @pytest.mark.slow
-def test_a_toy_s_longest_is_found_and_its_peer_offloads_with_the_same_loss(module, tmp_path):
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_a_toy_s_longest_is_found_and_its_peer_offloads_with_the_same_loss(module, tmp_path, monkeypatch):
     done = ran("--find-longest", "--layers", "1", "--rounds", "1")
     assert "longest sequence trained, of twice the peer's longest and that, toy, 1 of 2 layers bf16" in done.stdout
     assert "rlloop, 384 tokens: " in done.stdout
     long, sides = module("long_context"), module("long_context_sides")
     module("gpu_shapes").save_random(long.config_of(True, 1), tmp_path)
-    settings = {"prompt": 20, "warm": 32, "lengths": {"96": 96}}
+    settings, saved = {"prompt": 20, "warm": 32, "lengths": {"96": 96}}, []
+
+    def counting(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
+        assert not pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counting)
     kept, moved = (sides.theirs(tmp_path, "cpu", {**settings, "peer_offloads": each})(96) for each in (False, True))
     assert kept == moved
+    assert saved.count((1, 96, 32)) >= 2  # the layer's input and the last norm's
+    assert len(saved) < 20  # nothing of what is inside a layer
 
 
 @pytest.mark.slow
