@@ -18,6 +18,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.models.adapter_weights import ALL, choose_targets
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
@@ -87,12 +88,12 @@ def preference(layout: Layout) -> tuple[int, ...]:
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
-    sleeps: bool = False,
+    sleeps: bool = False, freeze_tower: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
     All layers are made again in the backward pass; `keep_attention`: but for their attention. `offload_activations`:
-    what is kept of them waits in host memory. `sleeps`: `rollout.sleep`.
+    what is kept of them waits in host memory. `sleeps`: `rollout.sleep`. `freeze_tower`: `trainer.freeze_vision_tower`.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
@@ -102,7 +103,7 @@ def predict(
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
     ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
     sizes = max(
-        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention) for rank in ranks),
+        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower) for rank in ranks),
         key=lambda x: sum(x.values()),
     )
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
@@ -122,7 +123,7 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
-    keep_attention: bool,
+    keep_attention: bool, freeze_tower: bool,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     held = owned = 0
@@ -130,7 +131,8 @@ def _parts(
         module = model.get_submodule(name.rpartition(".")[0])
         owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
         held += entry.live.numel()
-        owned += _most(entry.live.shape, owners)
+        if not (freeze_tower and name.startswith(TOWER)):
+            owned += _most(entry.live.shape, owners)
     frozen = {"compute copy": held * dtype.itemsize}
     if lora:
         adapted = owned = 0
