@@ -26,10 +26,11 @@ from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
-from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES
+from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STATE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
+from rlloop.training.recurrent_memory import Recurrence
 
 GIB = 1 << 30
 RUNNING = 512  # requests of an engine at a time
@@ -51,9 +52,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of a cache that sleeps, and of what an update takes, the larger counts."""
+        """Of a cache that sleeps, states among it, and of what an update takes, the larger counts."""
         update = sum(self.parts.get(name, 0) for name in UPDATES)
-        return sum(self.parts.values()) - (min(update, self.parts["cache"]) if self.sleeps else 0)
+        asleep = sum(self.parts.get(name, 0) for name in ("cache", "states"))
+        return sum(self.parts.values()) - (min(update, asleep) if self.sleeps else 0)
 
     def describe(self) -> str:
         breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
@@ -144,7 +146,7 @@ def _parts(
                 owned += _most(shape, layout.dp_shard // (1 if target.experts is None else layout.expert_leaves))
         frozen["adapter"] = adapted * dtype.itemsize
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
-    cached = max(1, bytes_per_token(model.cache_spec(), dtype))
+    recurrence, cached = Recurrence.of(config, layout.tp), max(1, bytes_per_token(model.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
     trained = {
         "masters": owned * wide if dtype.itemsize < wide else 0,
@@ -158,6 +160,7 @@ def _parts(
         **frozen,
         **(trained if trains else {}),
         "cache": positions * cached,
+        **({} if recurrence is None else {"states": _states(recurrence, model)}),
         "logits": LOGITS_AT_ONCE["cuda"] * wide // layout.tp,
         "reserved": RESERVED,
     }
@@ -169,7 +172,8 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
 
 
 def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate: what one layer keeps for its backward pass, and what attention's backward makes of it."""
+    """Estimate: what one layer keeps for its backward pass, and what attention's or a recurrence's backward makes of
+    it, for the kind of layer that needs most. Latent attention counts as attention of its heads; a tower not at all."""
     width, mixture, rows = config.hidden_size, config.mixture, -(-tokens // layout.cp)
     # Queries and keys before and after norm and rotation, values, outputs, the gradients of all but the first. On an
     # H100 a token of the 0.6B shape took 36.4 KiB, between 262,144 and 524,288; this is 36.
@@ -177,7 +181,20 @@ def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens
     inner = min(rows, ROWS) * 3 * config.intermediate_size
     if mixture is not None:
         inner = max(inner, rows * mixture.routing.top_k * (3 * mixture.expert_size + width))
-    return dtype.itemsize * (rows * (3 * width + attended // layout.tp) + inner // layout.tp)
+    mixers = [dtype.itemsize * rows * attended // layout.tp] if config.attention_layers else []
+    if (recurrence := Recurrence.of(config, layout.tp)) is not None:
+        of_token = recurrence.saved(dtype.itemsize) + recurrence.gradients()
+        # Ranks along cp have all tokens of own heads, which is as much as own tokens of all heads.
+        mixers.append(rows * of_token + recurrence.backward(rows))
+    mixer, inner = max(mixers, default=0), dtype.itemsize * inner // layout.tp
+    # A layer of one block has either.
+    return dtype.itemsize * rows * 3 * width + (mixer + inner if config.blocks is None else max(mixer, inner))
+
+
+def _states(recurrence: Recurrence, model: Model) -> int:
+    """Bytes of a GPU engine's recurrent states: a row for each request that runs, and for each that is saved."""
+    of_sequence = len(set(recurrence.layers) & set(model.stage.layers)) * recurrence.state()
+    return min((RUNNING + SAVED_STATES) * of_sequence, STATE_BYTES)
 
 
 def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
