@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         "--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank (default: all weights)"
     )
     parser.add_argument("--keep-attention", action="store_true", help="trainer.checkpoint_keep_attention=true")
+    parser.add_argument("--freeze-vision-tower", action="store_true", help="trainer.freeze_vision_tower=true")
     parser.add_argument("--offload-activations", action="store_true", help="trainer.checkpoint_offload=true")
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
         lines = examine_model(
             args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora, args.keep_attention,
-            args.offload_activations,
+            args.offload_activations, args.freeze_vision_tower,
         )  # fmt: skip
     broken = 0
     for line in lines:

@@ -17,18 +17,21 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layo
 
 def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
-    keep_attention: bool = False, offload_activations: bool = False,
+    keep_attention: bool = False, offload_activations: bool = False, freeze_tower: bool = False,
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
     `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. `lora`:
     the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train.
-    `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`. Raises
-    `ConfigError` where it has none, or cannot offload, `ModelError` for a folder without a known config.json.
+    `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`;
+    `freeze_tower`: `trainer.freeze_vision_tower`. Raises `ConfigError` where it has none, cannot offload or has no
+    tower, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
     config = read_config(folder)
+    if freeze_tower and config.vision is None:
+        raise ConfigError(f"--freeze-vision-tower: {config.architecture} has no vision tower; leave it out")
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
@@ -36,7 +39,7 @@ def examine_model(
     needs = [
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
-            offload_activations=offload_activations, sleeps=True,
+            offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
         )
         for layout in every
     ]  # fmt: skip

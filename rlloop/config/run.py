@@ -81,6 +81,7 @@ class RunConfig:
             raise ConfigError("profile=true traces this process, and under launch=ray others work: set launch=local")
         if self.trainer.offload == "masters" and self.model.dtype == "float32":
             raise ConfigError(MASTERS_STAY.format(self.model.dtype))
+        self._check_tower()
         self._check_reference()
         self._check_critic()
         self._check_lora()
@@ -128,6 +129,13 @@ class RunConfig:
             raise ConfigError(
                 "KL to the reference (the loss's kl_coef, algorithm.reward_kl_coef) is infinite under rollout.top_p, "
                 "top_k or min_p, once the policy samples what the reference would leave out; drop either"
+            )
+
+    def _check_tower(self) -> None:
+        if self.trainer.freeze_vision_tower and self.rollout.drift.both_sides:
+            raise ConfigError(
+                "rollout.drift.both_sides rounds the weights that train, and the engine's tower too, which "
+                "trainer.freeze_vision_tower keeps as it is in the trainer; set one of them to false"
             )
 
     def _check_critic(self) -> None:

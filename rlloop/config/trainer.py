@@ -67,6 +67,7 @@ class TrainerConfig:
     )
     checkpoint_keep_attention: bool = False  # keep recomputed layers' attention: for long sequences, docs/gpu.md
     checkpoint_offload: bool = False  # what is kept of recomputed layers waits in host memory
+    freeze_vision_tower: bool = False  # a vision model's tower, its mergers too, stays as it is: docs/images.md
     layout: LayoutConfig = field(default_factory=LayoutConfig)
 
     def __post_init__(self) -> None:

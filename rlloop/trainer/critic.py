@@ -23,6 +23,7 @@ from rlloop.trainer.leaves import forwards, rounds
 from rlloop.trainer.master_weights import MasterWeights
 from rlloop.trainer.neighbours import BesideEngines
 from rlloop.trainer.optimizer import MOMENTS, ShardedAdamW
+from rlloop.trainer.settings import apply_settings
 from rlloop.types import Sample
 
 FILE = "critic.safetensors"
@@ -39,9 +40,7 @@ class Critic(BesideEngines):
 
     def __init__(self, model: Model, config: CriticConfig, trainer: TrainerConfig) -> None:
         self.model, self.config = model, config
-        model.checkpoint_layers = trainer.checkpoint_every
-        model.checkpoint_keep_attention = trainer.checkpoint_keep_attention
-        model.checkpoint_offload = trainer.checkpoint_offload
+        apply_settings(model, trainer)
         self._trainer, self._ranks = trainer, model.context.ranks("dp")
         settings = dataclasses.replace(trainer, lr=config.lr)
         self._masters = MasterWeights(model)

@@ -32,6 +32,7 @@ from rlloop.trainer.neighbours import BesideEngines
 from rlloop.trainer.optimizer import ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
+from rlloop.trainer.settings import apply_settings
 from rlloop.trainer.shard import NARROW
 from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ModelInput, Recomputed, Sample
@@ -64,15 +65,13 @@ class Trainer(BesideEngines):
         `redraws`: draw an engine's tokens again, to compare them. `apart`: no master is a live parameter, even of a
         model that computes in float32, so that `round_weights` may round those.
 
-        Sets `model.checkpoint_layers`, `checkpoint_keep_attention` and `checkpoint_offload` to the configuration's.
-        Raises `ConfigError` for settings that the model does not support.
+        Which layers of `model` are recomputed, and whether its vision tower is frozen, is set as the configuration says
+        (`apply_settings`). Raises `ConfigError` for settings that the model does not support.
         """
         self.model = model
         self.config = config
         self.reference = reference
-        model.checkpoint_layers = config.checkpoint_every
-        model.checkpoint_keep_attention = config.checkpoint_keep_attention
-        model.checkpoint_offload = config.checkpoint_offload
+        apply_settings(model, config)
         self.updates = 0  # optimizer steps taken or refused
         self._ranks = model.context.ranks("dp")
         sharded = config.shard == "parameters" and model.context.ranks("dp_shard").size > 1

@@ -18,6 +18,7 @@ from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.models.adapter_weights import ALL, choose_targets
 from rlloop.models.architecture import ModelConfig
+from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
@@ -25,10 +26,11 @@ from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
-from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES
+from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STATE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
+from rlloop.training.recurrent_memory import Recurrence
 
 GIB = 1 << 30
 RUNNING = 512  # requests of an engine at a time
@@ -50,9 +52,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of a cache that sleeps, and of what an update takes, the larger counts."""
+        """Of a cache that sleeps, states among it, and of what an update takes, the larger counts."""
         update = sum(self.parts.get(name, 0) for name in UPDATES)
-        return sum(self.parts.values()) - (min(update, self.parts["cache"]) if self.sleeps else 0)
+        asleep = sum(self.parts.get(name, 0) for name in ("cache", "states"))
+        return sum(self.parts.values()) - (min(update, asleep) if self.sleeps else 0)
 
     def describe(self) -> str:
         breakdown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
@@ -87,12 +90,12 @@ def preference(layout: Layout) -> tuple[int, ...]:
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
-    sleeps: bool = False,
+    sleeps: bool = False, freeze_tower: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
     All layers are made again in the backward pass; `keep_attention`: but for their attention. `offload_activations`:
-    what is kept of them waits in host memory. `sleeps`: `rollout.sleep`.
+    what is kept of them waits in host memory. `sleeps`: `rollout.sleep`. `freeze_tower`: `trainer.freeze_vision_tower`.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled.
@@ -102,7 +105,7 @@ def predict(
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
     ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
     sizes = max(
-        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention) for rank in ranks),
+        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower) for rank in ranks),
         key=lambda x: sum(x.values()),
     )
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
@@ -122,7 +125,7 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
-    keep_attention: bool,
+    keep_attention: bool, freeze_tower: bool,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     held = owned = 0
@@ -130,7 +133,8 @@ def _parts(
         module = model.get_submodule(name.rpartition(".")[0])
         owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
         held += entry.live.numel()
-        owned += _most(entry.live.shape, owners)
+        if not (freeze_tower and name.startswith(TOWER)):
+            owned += _most(entry.live.shape, owners)
     frozen = {"compute copy": held * dtype.itemsize}
     if lora:
         adapted = owned = 0
@@ -142,7 +146,7 @@ def _parts(
                 owned += _most(shape, layout.dp_shard // (1 if target.experts is None else layout.expert_leaves))
         frozen["adapter"] = adapted * dtype.itemsize
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
-    cached = max(1, bytes_per_token(model.cache_spec(), dtype))
+    recurrence, cached = Recurrence.of(config, layout.tp), max(1, bytes_per_token(model.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
     trained = {
         "masters": owned * wide if dtype.itemsize < wide else 0,
@@ -156,6 +160,7 @@ def _parts(
         **frozen,
         **(trained if trains else {}),
         "cache": positions * cached,
+        **({} if recurrence is None else {"states": _states(recurrence, model)}),
         "logits": LOGITS_AT_ONCE["cuda"] * wide // layout.tp,
         "reserved": RESERVED,
     }
@@ -167,7 +172,8 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
 
 
 def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate: what one layer keeps for its backward pass, and what attention's backward makes of it."""
+    """Estimate: what one layer keeps for its backward pass, and what attention's or a recurrence's backward makes of
+    it, for the kind of layer that needs most. Latent attention counts as attention of its heads; a tower not at all."""
     width, mixture, rows = config.hidden_size, config.mixture, -(-tokens // layout.cp)
     # Queries and keys before and after norm and rotation, values, outputs, the gradients of all but the first. On an
     # H100 a token of the 0.6B shape took 36.4 KiB, between 262,144 and 524,288; this is 36.
@@ -175,7 +181,20 @@ def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens
     inner = min(rows, ROWS) * 3 * config.intermediate_size
     if mixture is not None:
         inner = max(inner, rows * mixture.routing.top_k * (3 * mixture.expert_size + width))
-    return dtype.itemsize * (rows * (3 * width + attended // layout.tp) + inner // layout.tp)
+    mixers = [dtype.itemsize * rows * attended // layout.tp] if config.attention_layers else []
+    if (recurrence := Recurrence.of(config, layout.tp)) is not None:
+        of_token = recurrence.saved(dtype.itemsize) + recurrence.gradients()
+        # Ranks along cp have all tokens of own heads, which is as much as own tokens of all heads.
+        mixers.append(rows * of_token + recurrence.backward(rows))
+    mixer, inner = max(mixers, default=0), dtype.itemsize * inner // layout.tp
+    # A layer of one block has either.
+    return dtype.itemsize * rows * 3 * width + (mixer + inner if config.blocks is None else max(mixer, inner))
+
+
+def _states(recurrence: Recurrence, model: Model) -> int:
+    """Bytes of a GPU engine's recurrent states: a row for each request that runs, and for each that is saved."""
+    of_sequence = len(set(recurrence.layers) & set(model.stage.layers)) * recurrence.state()
+    return min((RUNNING + SAVED_STATES) * of_sequence, STATE_BYTES)
 
 
 def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:

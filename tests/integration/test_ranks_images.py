@@ -26,12 +26,13 @@ from tests.support.ranks import run_ranks
 
 # The first of two stages has the two layers that features of deepstack are added to.
 TEXT = {family: {"num_hidden_layers": 5} if config[3] else {} for family, config in FAMILIES.items()}
-LONG = "qwen3_vl bfloat16"
+LONG, FROZEN = "qwen3_vl bfloat16", "qwen3_vl, the tower frozen"
 UPDATES = {  # by number of ranks: cases, and layouts whose updates have one rank's bytes
     2: {
         LONG: [{"dp_shard": 2}],
         "qwen3_vl": [{"tp": 2}, {"pp": 2}, {"dp_shard": 2, "layers": 1}],
         "qwen3_5_moe": [{"dp_shard": 2, "ep": 2}],
+        FROZEN: [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "layers": 1}],
     },
     3: {LONG: [{"dp_shard": 3}], "qwen3_5_moe": [{"dp_replicate": 3}, {"dp_shard": 3, "ep": 3}]},
 }  # fmt: skip
@@ -47,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 CASES = {name: Case(image_config(name, TEXT[name]), pictures=True) for name in ("qwen3_vl", "qwen3_5_moe")}
 CASES[LONG] = dataclasses.replace(CASES["qwen3_vl"], dtype="bfloat16", steps=20)
+CASES[FROZEN] = dataclasses.replace(CASES["qwen3_vl"], dtype="bfloat16", settings={"freeze_vision_tower": True})
 
 
 def trained(folder: Path, case: Case, layout: dict[str, int]) -> tuple[str, dict[str, str], str]:

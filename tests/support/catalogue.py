@@ -51,7 +51,10 @@ STANDINGS = {  # by architecture
     "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "GlmMoeDsaForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
-    "Qwen3_5MoeForConditionalGeneration": replace(RECURRENT, proven=f"{CHECKS}, with images; small sizes on an H200"),
+    "Qwen3_5MoeForConditionalGeneration": replace(
+        RECURRENT,
+        proven=f"{CHECKS}, with images; small sizes on an H200, an engine with 8 layers of 35B-A3B's widths on an H100",
+    ),
     "Qwen3VLForConditionalGeneration": replace(
         DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
     ),

@@ -195,6 +195,24 @@ def test_every_family_has_layouts_of_each_axis(family, tmp_path):
         assert split["optimizer"] < whole["optimizer"] or layout.cp == 2
 
 
+def test_a_frozen_tower_has_no_masters(tmp_path, capsys):
+    make_image_checkpoint(tmp_path)
+    trainer = Trainer(load_model(tmp_path, dtype="bfloat16"), TrainerConfig(freeze_vision_tower=True))
+    masters = sum(each.nbytes for each in trainer.masters.values())
+    trained, frozen = (
+        predict(read_config(tmp_path), Layout(), torch.bfloat16, 64, freeze_tower=freezes).parts
+        for freezes in (False, True)
+    )
+    assert frozen["masters"] == masters < trained["masters"]
+    assert frozen["optimizer"] == 2 * masters
+    assert frozen["compute copy"] == trained["compute copy"]
+    make_model(tmp_path)
+    arguments = ["doctor", "--gpus", "1", "--memory", "8", "--freeze-vision-tower", "--model"]
+    assert main([*arguments, str(tmp_path)]) == 0
+    assert main([*arguments, str(tmp_path / "model")]) == 2
+    assert "has no vision tower; leave it out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [["--gpus", "2"], ["--model", "."]])
 def test_model_and_gpus_belong_together(given, capsys):
     assert main(["doctor", *given]) == 2

@@ -320,6 +320,13 @@ def test_lossy_sync_says_what_the_weights_are_by_itself():
         configured("parity.mode=observe", "rollout.drift.lossy_sync=true", "rollout.drift.weights=int4")
 
 
+def test_a_drift_on_both_sides_is_not_for_a_frozen_tower():
+    with pytest.raises(
+        ConfigError, match="freeze_vision_tower keeps as it is in the trainer; set one of them to false"
+    ):
+        configured("rollout.drift.both_sides=true", "rollout.drift.weights=fp4", "trainer.freeze_vision_tower=true")
+
+
 def test_a_drift_on_both_sides_is_one_of_weights_alone_and_keeps_the_contract():
     drift = configured("rollout.drift.both_sides=true", "rollout.drift.weights=fp4").rollout.drift
     assert drift.declared == ["weights=fp4"]
