@@ -13,9 +13,8 @@ import pytest
 
 from rlloop.audit import verify
 from rlloop.config.fleet import FleetConfig, FleetKind
-from rlloop.config.layout import LayoutConfig
 from rlloop.config.rollout import PartialConfig
-from rlloop.config.run import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, Launch, RolloutConfig, RunConfig
+from rlloop.config.run import AlgorithmConfig, Anchor, CheckpointConfig, EvalConfig, RolloutConfig, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.loop.environments import Reply
@@ -241,10 +240,6 @@ def test_a_conversation_that_ended_after_the_cut_is_not_lost_by_a_stop(tmp_path)
     [
         ({"algorithm": AlgorithmConfig(loss="grpo", advantage="group_norm")}, "anchor=rollout, or a correction"),
         ({"fleet": FleetConfig(FleetKind.regions, max_version_lag=1)}, "samples whole batches ahead"),
-        (
-            {"trainer": TrainerConfig(shard="parameters", layout=LayoutConfig(dp_shard=2)), "launch": Launch.ray},
-            "whose weights trainer.shard=parameters has in pieces",
-        ),
         (
             {"algorithm": AlgorithmConfig(loss="grpo", advantage="group_norm", anchor=Anchor.rollout, **REFILLS)},
             "max_refills asks for prompts in turn",
