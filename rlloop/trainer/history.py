@@ -32,7 +32,7 @@ Kept = dict[str, Tensor]  # one version's weights, as a rank keeps them
 
 
 class Past(Protocol):
-    """Where the forwards under past weights run."""
+    """The model of forwards under past weights, and how such weights are kept, put in place and stored."""
 
     model: Model
 
@@ -45,7 +45,7 @@ class Past(Protocol):
         ...
 
     def idle(self, batch: StepBatch) -> object:
-        """What a rank without a micro-batch does while the others compute theirs."""
+        """An empty forward of a rank without a micro-batch, for the others' collectives."""
         ...
 
     def wholes(self, kept: Kept) -> Iterator[tuple[str, Tensor]]:

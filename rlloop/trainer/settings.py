@@ -1,4 +1,4 @@
-"""What a trainer's configuration says of how its model computes, and of which weights train."""
+"""Applies a trainer's configuration to its model: recomputation, offloading, and frozen weights."""
 
 from __future__ import annotations
 

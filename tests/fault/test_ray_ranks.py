@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -35,16 +36,21 @@ def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_el
     same(run, tmp_path / "whole")
 
 
-def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_path):
-    """Ray would print paragraphs about each of its processes that ended, above and below."""
-    owner, run = uuid.uuid4().hex, tmp_path / "run"
+def ended_by(sent: signal.Signals, run: Path, owner: str, *overrides: str) -> str:
+    """The output of a run of two ranks that ends with an error, since a signal came to one of them after step 3."""
     with held(run, 3):
-        overrides = ("launch=ray", "trainer.layout.dp_shard=2", "ray.replicas=1")
-        process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
+        layout = ("launch=ray", "trainer.layout.dp_shard=2")
+        process = train(run, SMALL, *layout, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
         until(lambda: steps(run) == 3, process)
-        os.kill(ranks_of(owner)[1], signal.SIGTERM)
+        os.kill(ranks_of(owner)[1], sent)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
+    return output
+
+
+def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_path):
+    """Ray would print paragraphs about each of its processes that ended, above and below."""
+    output = ended_by(signal.SIGTERM, tmp_path / "run", uuid.uuid4().hex, "ray.replicas=1")
     said = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if line.strip()]
     assert re.match(r"rlloop: rank [01] of 2: The actor died .* Worker .*exits", said[-1]), output
     assert "raylet" not in output, output
@@ -53,14 +59,8 @@ def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_
 @pytest.mark.slow
 def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path):
     """After `ray.rank_timeout`, within which Ray's processes must have started."""
-    owner, run = uuid.uuid4().hex, tmp_path / "run"
-    with held(run, 3):
-        overrides = ("launch=ray", "trainer.layout.dp_shard=2", "ray.rank_timeout=25")
-        process = train(run, SMALL, *overrides, env={**os.environ, "RLLOOP_TEST_RUN": owner})
-        until(lambda: steps(run) == 3, process)
-        os.kill(ranks_of(owner)[1], signal.SIGSTOP)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 1, output
+    owner = uuid.uuid4().hex
+    output = ended_by(signal.SIGSTOP, tmp_path / "run", owner, "ray.rank_timeout=25")
     named = re.search(r"rlloop: rank ([01]) of 2: no progress for 25 s\. Of all ranks: (.*)", output)
     assert named, output
     silent = [state for state in named[2].split("; ") if "reports no more" in state]

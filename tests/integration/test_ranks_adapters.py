@@ -18,7 +18,16 @@ from rlloop.parity.across_ranks import different_weights
 from tests.support.packed_models import make_packed
 from tests.support.rank_adapters import over_ranks, results
 from tests.support.rank_cases import CPU, PROMPTS, SAMPLING
-from tests.support.rank_updates import DENSE, MIXTURE, Case, digests_of, go, live, ranked, save
+from tests.support.rank_updates import (
+    DENSE,
+    MIXTURE,
+    Case,
+    after_the_checkpoint,
+    around_a_checkpoint,
+    digests_of,
+    go,
+    ranked,
+)
 from tests.support.ranks import run_ranks
 
 ALL = ("all-linear", "lm_head")
@@ -34,21 +43,6 @@ TRAINED = [
 LAYOUTS = [{"tp": 2}, {"pp": 2}]
 ELSEWHERE = [({"dp_shard": 2, "ep": 2}, {"tp": 2}), ({"tp": 2}, {"pp": 2})]  # layouts of trainer and engine
 PACKED, DTYPE = "int4", "bfloat16"
-
-
-def trained(folder: Path, name: str, layout: dict[str, int]) -> tuple[Any, ...]:
-    """Digests of what two updates report, of the PEFT folder between them, and of the live weights."""
-    trainer = ranked(CASES[name], layout)
-    first = digests_of(go(trainer, CASES[name], [0]))
-    saved = save(trainer, folder / f"{name} {layout}")
-    return first, saved, digests_of(go(trainer, CASES[name], [2])), live(trainer)
-
-
-def resumed(folder: Path, name: str, saved: dict[str, int], layout: dict[str, int]) -> tuple[Any, ...]:
-    """The second of `trained`'s updates, after a checkpoint of another layout."""
-    trainer = ranked(CASES[name], layout)
-    trainer.restore(folder / f"{name} {saved}")
-    return digests_of(go(trainer, CASES[name], [2])), live(trainer)
 
 
 def sampled_elsewhere(trains: dict[str, int], samples: dict[str, int]) -> list[Any]:
@@ -100,8 +94,11 @@ def refused() -> str:
 
 
 def everything(folder: Path, folders: dict[tuple[str, str], Path]) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{name} {layout}": trained(folder, name, layout) for name, layout in TRAINED}
-    found["resumed"] = resumed(folder, "dense", {"tp": 2}, {"pp": 2})
+    found: dict[str, Any] = {
+        f"{name} {layout}": around_a_checkpoint(CASES[name], layout, folder / f"{name} {layout}")
+        for name, layout in TRAINED
+    }
+    found["resumed"] = after_the_checkpoint(CASES["dense"], {"pp": 2}, folder / f"dense {LAYOUTS[0]}")
     found["another layout"] = [sampled_elsewhere(*each) for each in ELSEWHERE]
     found["by request"] = over_ranks(folders, *LAYOUTS)
     whole, cut, stages = {"dp_shard": 2}, {"tp": 2}, {"pp": 2}
@@ -123,7 +120,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory, folders: dict[tuple[str, 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
-    return {name: trained(tmp_path_factory.mktemp("alone"), name, {}) for name in CASES}
+    return {name: around_a_checkpoint(CASES[name], {}, tmp_path_factory.mktemp("alone")) for name in CASES}
 
 
 @pytest.mark.parametrize(("name", "layout"), TRAINED)

@@ -18,7 +18,16 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.packed_models import make_packed
 from tests.support.rank_adapters import results as with_adapters
 from tests.support.rank_cases import CPU, PROMPTS, SAMPLING, results
-from tests.support.rank_updates import DENSE, MAMBA, MIXTURE, Case, digests_of, go, live, ranked, save
+from tests.support.rank_updates import (
+    DENSE,
+    MAMBA,
+    MIXTURE,
+    Case,
+    after_the_checkpoint,
+    around_a_checkpoint,
+    go,
+    ranked,
+)
 from tests.support.ranks import run_ranks
 
 EXPERTS, RANKS = 2, 3  # the first rank has none
@@ -37,20 +46,6 @@ FOLDERS: dict[str, dict[str, Any]] = {  # one tensor an expert; all of them in o
     "qwen3_moe": {"num_experts": EXPERTS, "num_experts_per_tok": 1},
     "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 1},
 }
-
-
-def trained(folder: Path, name: str, layout: dict[str, int]) -> tuple[Any, ...]:
-    """Digests of what two updates report, of the checkpoint between them, and of the live weights."""
-    trainer = ranked(CASES[name], layout)
-    first = digests_of(go(trainer, CASES[name], [0]))
-    saved = save(trainer, folder / f"{name} {layout}")
-    return first, saved, digests_of(go(trainer, CASES[name], [2])), live(trainer)
-
-
-def resumed(folder: Path, name: str, saved: dict[str, int], layout: dict[str, int]) -> tuple[Any, ...]:
-    trainer = ranked(CASES[name], layout)
-    trainer.restore(folder / f"{name} {saved}")
-    return digests_of(go(trainer, CASES[name], [2])), live(trainer)
 
 
 def drawn_elsewhere(trains: dict[str, int], samples: dict[str, int]) -> list[Any]:
@@ -79,8 +74,11 @@ def everything(folder: Path, plain: dict[tuple[str, str], Path], packed: dict[tu
     found["held"] = [held(each) for each in (*plain.values(), *packed.values())]
     for name in CASES:
         layouts = LAYOUTS if name == "experts" else LAYOUTS[:1]
-        found |= {f"{name} {layout}": trained(folder, name, layout) for layout in layouts}
-    found["resumed"] = [resumed(folder, name, TP, TP) for name in CASES]
+        found |= {
+            f"{name} {layout}": around_a_checkpoint(CASES[name], layout, folder / f"{name} {layout}")
+            for layout in layouts
+        }
+    found["resumed"] = [after_the_checkpoint(CASES[name], TP, folder / f"{name} {TP}") for name in CASES]
     found["elsewhere"] = [drawn_elsewhere(*each) for each in ((TP, {"dp_shard": RANKS}), ({"dp_shard": RANKS}, TP))]
     return found
 
@@ -112,7 +110,7 @@ def of_ranks(folder: Path, plain, packed) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, tuple[Any, ...]]:
-    return {name: trained(folder, name, {}) for name in CASES}
+    return {name: around_a_checkpoint(CASES[name], {}, folder / name) for name in CASES}
 
 
 def test_the_first_rank_has_no_experts_plain_or_packed(of_ranks) -> None:
@@ -137,7 +135,7 @@ def test_a_run_resumes_over_as_many_ranks_and_on_one(of_ranks, alone, folder: Pa
     wanted = [alone[name][2:] for name in CASES]
     for found in of_ranks:
         assert found["resumed"] == wanted
-    assert [resumed(folder, name, TP, {}) for name in CASES] == wanted
+    assert [after_the_checkpoint(CASES[name], {}, folder / f"{name} {TP}") for name in CASES] == wanted
 
 
 def test_an_engine_of_another_layout_reads_the_trainers_weights(of_ranks) -> None:

@@ -1,5 +1,6 @@
 """Runs whose engine sleeps while the trainer works: the records and the bytes of those whose engine does not."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,21 @@ def test_a_run_that_sleeps_is_the_run_that_does_not(tmp_path: Path, overrides: t
     same(tmp_path / "asleep", tmp_path / "awake", 2)
 
 
-@pytest.mark.parametrize("sleep", ["true", "null"])
-def test_the_trainers_of_a_process_and_of_ranks_know_the_engine_that_sleeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
-) -> None:
+@pytest.fixture
+def job_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A run of a tiny model, by its overrides."""
     make_model_once(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    overrides = ["model.path=model", "reward._target_=learnable.reward", "device=cpu", f"rollout.sleep={sleep}"]
-    [job] = _make_jobs("countdown", [("", [f"run.dir={tmp_path / 'run'}", *overrides])])
+    usual = ["model.path=model", "reward._target_=learnable.reward", "device=cpu", f"run.dir={tmp_path / 'run'}"]
+    return lambda *overrides: _make_jobs("countdown", [("", [*usual, *overrides])])[0]
+
+
+@pytest.mark.parametrize("sleep", ["true", "null"])
+def test_the_trainers_of_a_process_and_of_ranks_know_the_engine_that_sleeps(
+    tmp_path: Path, job_of: Callable[..., Any], sleep: str
+) -> None:
+    job = job_of(f"rollout.sleep={sleep}")
     worker, prepared = Colocated(job.config, "model", 1), prepare(job.config)
     with local_parts(job.config, prepared, RunFolder(tmp_path / "run")) as parts:
         for trainer, engine in ((parts.trainer, parts.engine), (worker.trainer, worker.engine)):
@@ -41,14 +48,9 @@ def test_the_trainers_of_a_process_and_of_ranks_know_the_engine_that_sleeps(
 
 @pytest.mark.parametrize("sleep", ["true", "null"])
 def test_the_engine_of_a_regions_trainer_which_makes_canaries_sleeps_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
+    tmp_path: Path, job_of: Callable[..., Any], sleep: str
 ) -> None:
-    make_model_once(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    overrides = ["model.path=model", "reward._target_=learnable.reward", "device=cpu", f"rollout.sleep={sleep}"]
-    overrides += ["fleet=regions", "fleet.port=0", f"run.dir={tmp_path / 'run'}"]
-    [job] = _make_jobs("countdown", [("", overrides)])
+    job = job_of(f"rollout.sleep={sleep}", "fleet=regions", "fleet.port=0")
     prepared = prepare(job.config)
     with region_parts(job.config, prepared, RunFolder(tmp_path / "run")) as parts:
         sync: Any = parts.sync

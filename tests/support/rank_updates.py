@@ -201,6 +201,21 @@ def save(trainer: Trainer, folder: Path) -> dict[str, str]:
     return world.broadcast_object(digests(folder) if world.rank == 0 else None)
 
 
+def around_a_checkpoint(case: Case, layout: dict[str, int], folder: Path) -> tuple[Any, ...]:
+    """Digests of what two updates report, of the checkpoint between them in `folder`, and of the live weights."""
+    trainer = ranked(case, layout)
+    first = digests_of(go(trainer, case, [0]))
+    saved = save(trainer, folder)
+    return first, saved, digests_of(go(trainer, case, [2])), live(trainer)
+
+
+def after_the_checkpoint(case: Case, layout: dict[str, int], folder: Path) -> tuple[Any, ...]:
+    """The second of `around_a_checkpoint`'s updates, by another trainer, which restores `folder`."""
+    trainer = ranked(case, layout)
+    trainer.restore(folder)
+    return digests_of(go(trainer, case, [2])), live(trainer)
+
+
 def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict[str, str]]]:
     """Train from step `begin` (restored, if above 0) up to `end`, and save, on so many ranks."""
     found = []

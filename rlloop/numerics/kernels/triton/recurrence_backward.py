@@ -96,7 +96,7 @@ def _some_heads(
         tiles = TILES[kernel]
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
-            "PIECE": min(tiles.keys, keys), "COLUMNS": min(tiles.values, values), "CORRECTS": corrects,
+            "PIECE": tiles.keys, "COLUMNS": tiles.values, "CORRECTS": corrects,
             "STAGES": tiles.stages if roomy else 1,
         }  # fmt: skip
         return {name: every[name] for name in kernel.arg_names if name in every} | {"num_warps": tiles.warps}
@@ -114,10 +114,10 @@ def _some_heads(
             beta, grad, query_start, pairs, logs, inverses, slopes, sequences, heads, **options(invert)
         )
     states, of_ends = parts(heads, keys, values), parts(heads, keys, values)
-    begin_states[(values // min(TILES[begin_states].values, values), heads, sequences)](
+    begin_states[(values // TILES[begin_states].values, heads, sequences)](
         v, beta, query_start, key_parts, logs, inverses, written, states, heads, **options(begin_states)
     )
-    end_states[(values // min(TILES[end_states].values, values), heads, sequences)](
+    end_states[(values // TILES[end_states].values, heads, sequences)](
         beta, grad, query_start, query_parts, key_parts, logs, inverses, slopes, solved, of_ends, heads,
         **options(end_states),
     )  # fmt: skip
@@ -126,7 +126,7 @@ def _some_heads(
         v, beta, grad, query_start, key_parts, pairs, logs, written, solved, of_ends, of_pairs, by_v, by_decay,
         by_beta, sequences, heads, **options(of_values),
     )  # fmt: skip
-    pieces = keys // min(TILES[of_keys].keys, keys)
+    pieces = keys // TILES[of_keys].keys
     sums = torch.empty(pieces, slots, heads, 4, CHUNK, device=q.device)
     of_keys[(pieces, groups, slots)](
         v, beta, grad, query_start, query_parts, key_parts, logs, written, solved, states, of_ends, of_pairs, by_q,
