@@ -92,7 +92,7 @@ def test_a_run_leaves_its_folder_a_picture_and_a_summary(rlloop, tmp_path):
     assert steps(run) == [0, 1, 2, 3]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((run / "summary.json").read_text())["status"] == "finished"
-    for part in ("finished at step 3", "pass@1, held-out", "at most 0 in any step", "curve.png"):
+    for part in ("finished at step 3", "reward, held-out", "at most 0 in any step", "curve.png"):
         assert part in said
     assert {path.name for path in run.iterdir()} == {
         ".lock", "config.yaml", "metrics.jsonl", "parity.jsonl", "rollouts", "checkpoints", "fingerprints.json",
