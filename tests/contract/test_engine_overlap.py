@@ -16,6 +16,7 @@ from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
 from rlloop.rollout.engine.engine import Engine
 from rlloop.rollout.engine.graphs import packed
 from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.engine.step_tokens import StepTokens
 from rlloop.types import Completion, Part, PromptScores, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.image_models import image, make_image_checkpoint, prompt_with
@@ -27,23 +28,14 @@ class AtOnce:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.steps = engine, 0
 
-    def logits(
-        self,
-        tokens: Tensor,
-        adapters: np.ndarray | None,
-        index: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
-        pages: np.ndarray,
-        rows: np.ndarray,
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, adapters: None, inputs: StepTokens, rows: np.ndarray) -> Tensor:
         assert adapters is None
-        assert positions.shape == slots.shape  # graphs have room for one position a token
+        assert inputs.positions.shape == inputs.slots.shape  # graphs have room for one position a token
         engine, self.steps = self.engine, self.steps + 1
-        at, engine._cache.slots = torch.from_numpy(positions), torch.from_numpy(slots)
+        at, engine._cache.slots = torch.from_numpy(inputs.positions), torch.from_numpy(inputs.slots)
         layout = AttentionLayout(
-            query_start=torch.arange(len(tokens) + 1), context=torch.from_numpy(index),
-            block_start=torch.from_numpy(pages), block_size=engine.page_size, contiguous=False,
+            query_start=torch.arange(len(tokens) + 1), context=torch.from_numpy(inputs.index),
+            block_start=torch.from_numpy(inputs.block_start), block_size=engine.page_size, contiguous=False,
         )  # fmt: skip
         routes = None if engine._choices is None else RoutingRecord()
         hidden = engine.model.hidden(tokens, at, layout, engine._cache, routes=routes)
@@ -52,17 +44,9 @@ class AtOnce:
         return engine.model.ops.logits(hidden, engine.model.head)
 
     def draw(
-        self,
-        tokens: Tensor,
-        adapters: np.ndarray | None,
-        index: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
-        pages: np.ndarray,
-        rows: np.ndarray,
-        seeds: np.ndarray,
+        self, tokens: Tensor, adapters: None, inputs: StepTokens, rows: np.ndarray, seeds: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        logits, after = self.logits(tokens, adapters, index, positions, slots, pages, rows), torch.from_numpy(index) + 1
+        logits, after = self.logits(tokens, adapters, inputs, rows), torch.from_numpy(inputs.index) + 1
         made = self.engine.model.ops.sample(logits, LogitsProcessing(), torch.from_numpy(seeds), after)
         return made[0], packed(*made)
 

@@ -32,7 +32,8 @@ from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.graph_sizes import at_least, multiple, rounded, rounded_rows, rounded_tokens
 from rlloop.rollout.engine.kv_cache import PagedCache
-from rlloop.rollout.engine.step_tokens import LateTokens, with_late
+from rlloop.rollout.engine.scheduler import ScheduledStep
+from rlloop.rollout.engine.step_tokens import LateTokens, StepTokens, with_late
 
 if TYPE_CHECKING:
     from rlloop.models import Model
@@ -129,49 +130,33 @@ class EngineGraphs:
         """Drop the graphs; they are recorded anew when they are needed."""
         self._recorded.clear()
 
-    def logits(
-        self, tokens: Tensor, adapters: np.ndarray | None, index: np.ndarray, positions: np.ndarray, slots: np.ndarray,
-        pages: np.ndarray, rows: np.ndarray,
-    ) -> Tensor:  # fmt: skip
+    def logits(self, tokens: Tensor, adapters: np.ndarray | None, inputs: StepTokens, rows: np.ndarray) -> Tensor:
         """Logits of one token a row, as `Model.logits` has them. The host need not know the tokens.
 
-        tokens, adapters' slots (−1: none; None: all rows have the model's own), index in the sequence, position for the
-        rope, slots [S]; pages [S, B]: the first slots of each row's; rows [S] of the states.
-
-        The result is valid until the next call.
+        tokens, adapters' slots (−1: none; None: all rows have the model's own) [S]; `inputs` of one token a row; rows
+        [S] of the states. The result is valid until the next call.
         """
-        seeds = np.zeros_like(rows)
-        (logits,) = self._replay(False, tokens, adapters, pages, index, positions, slots, seeds, rows)
+        (logits,) = self._replay(False, tokens, adapters, inputs, rows, np.zeros_like(rows))
         return logits[: len(tokens)]
 
     def draw(
-        self,
-        tokens: Tensor,
-        adapters: np.ndarray | None,
-        index: np.ndarray,
-        positions: np.ndarray,
-        slots: np.ndarray,
-        pages: np.ndarray,
-        rows: np.ndarray,
-        seeds: np.ndarray,
+        self, tokens: Tensor, adapters: np.ndarray | None, inputs: StepTokens, rows: np.ndarray, seeds: np.ndarray
     ) -> tuple[Tensor, Tensor]:
         """The next tokens, drawn from unwarped distributions: ids [S], and [3, S] as returned by `packed`."""
-        ids, drawn = self._replay(True, tokens, adapters, pages, index, positions, slots, seeds, rows)
+        ids, drawn = self._replay(True, tokens, adapters, inputs, rows, seeds)
         return ids[: len(tokens)], drawn[:, : len(tokens)]
 
     def hidden(
-        self, tokens: np.ndarray, adapters: np.ndarray | None, positions: np.ndarray, slots: np.ndarray,
-        counts: np.ndarray, context: np.ndarray, pages: np.ndarray, rows: np.ndarray, decodes: int,
+        self, batch: ScheduledStep, inputs: StepTokens, adapters: np.ndarray | None, decodes: int,
         late: LateTokens | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Last hidden states [T, D] of a step with prompts, as `Model.hidden` has them; None if it is not recorded.
 
-        tokens, adapters' slots (as for `logits`), positions, slots [T]; counts, context, rows [S]; pages [S, B];
-        `decodes`: of `decoding`. `late`: in place of some of the tokens.
-
-        The result is valid until the next call.
+        adapters' slots [T] (as for `logits`); `decodes`: of `decoding`. `late`: in place of some of the tokens. The
+        result is valid until the next call.
         """
-        given, count = (tokens, 0 if adapters is None else adapters, positions, slots), len(tokens)
+        count, rows, pages = len(inputs.tokens), batch.rows, inputs.block_start
+        given = (inputs.tokens, 0 if adapters is None else adapters, inputs.positions, inputs.slots)
         if not self._records_prompts or count <= len(rows):
             return None
         most = (first := decodes and rounded_rows(decodes)) + rounded_rows(len(rows) - decodes + 1)
@@ -185,7 +170,7 @@ class EngineGraphs:
         if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
             return None
         step = self._recorded[form] = self._recorded.pop(form)  # the last of those that are kept
-        self._stage(step.inputs, form, given, decodes, counts, context, pages, rows, late)
+        self._stage(step.inputs, form, given, decodes, batch.counts, batch.context, pages, rows, late)
         step.graph.replay()
         (hidden,) = step.outputs
         if decodes == first:
@@ -237,27 +222,27 @@ class EngineGraphs:
     def idle(self, draws: bool) -> None:
         """Replay a graph with nothing to decode, since other ranks need this rank's experts."""
         nothing = np.zeros(0, np.int64)
-        self._replay(
-            draws, torch.empty(0, dtype=torch.int64, device=self._model.device), None, nothing[:, None], nothing
-        )
+        inputs = StepTokens(*[nothing] * 6, block_start=nothing[:, None])
+        tokens = torch.empty(0, dtype=torch.int64, device=self._model.device)
+        self._replay(draws, tokens, None, inputs, nothing, nothing)
 
     def _replay(
-        self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, pages: np.ndarray, *columns: np.ndarray
-    ) -> tuple[Tensor, ...]:
-        adapted = self._adapted(adapters)
-        (rows, width), count = self.shape(len(tokens), pages.shape[1], draws=draws), len(tokens)
-        rows, width = max(rows, self.least[0]), max(width, self.least[1])
-        form = _Form(rows, width, adapted, draws)
+        self, draws: bool, tokens: Tensor, adapters: np.ndarray | None, inputs: StepTokens, rows: np.ndarray,
+        seeds: np.ndarray,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        count, pages = inputs.block_start.shape
+        least = self.shape(count, pages, draws=draws)
+        form = _Form(max(least[0], self.least[0]), max(least[1], self.least[1]), self._adapted(adapters), draws)
         step = self._recorded.get(form) or self._record(form)
-        staging = torch.empty(rows, PAGES + width, dtype=torch.int64, pin_memory=step.inputs.is_cuda)
+        staging = torch.empty(form.rows, PAGES + form.pages, dtype=torch.int64, pin_memory=step.inputs.is_cuda)
         host = staging.numpy()
         host[:, :PAGES], host[:, PAGES:], host[:, SLOT] = 0, self._cache.spare, self._cache.spare
         host[:, ROW] = self._cache.spare_row
         if adapters is not None:
             host[:, ADAPTER], host[:count, ADAPTER] = -1, adapters
-        for column, values in enumerate(columns, ADAPTER + 1):
+        for column, values in enumerate((inputs.index, inputs.positions, inputs.slots, seeds, rows), ADAPTER + 1):
             host[:count, column] = values
-        host[:count, PAGES : PAGES + pages.shape[1]] = pages
+        host[:count, PAGES : PAGES + pages] = inputs.block_start
         step.inputs.copy_(staging, non_blocking=True)
         step.inputs[:count, 0] = tokens
         step.graph.replay()

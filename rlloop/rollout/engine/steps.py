@@ -71,12 +71,12 @@ class Steps(Drawing, EngineFrontEnd):
                 _, tokens = late
             else:
                 tokens = with_late(self._tensor(inputs.tokens), late)
-            where = (inputs.index, inputs.positions, inputs.slots, inputs.block_start, batch.rows)
             warp = self._warp(emitting)
             if not warped and self._draws_plainly(warp) and not table.top[emitting].any():
-                token_ids, drawn = self._graphs.draw(tokens, slots_of, *where, table.seed[emitting])
+                token_ids, drawn = self._graphs.draw(tokens, slots_of, inputs, emitting, table.seed[emitting])
             else:
-                token_ids, drawn = self._sample([self._graphs.logits(tokens, slots_of, *where)], emitting, warp)
+                logits = self._graphs.logits(tokens, slots_of, inputs, emitting)
+                token_ids, drawn = self._sample([logits], emitting, warp)
         else:
             of_tokens = None if slots_of is None else slots_of[inputs.sequence]
             last = inputs.query_start[1:][batch.emits] - 1
@@ -107,10 +107,10 @@ class Steps(Drawing, EngineFrontEnd):
         """Last hidden states [T, D], or [R, D] of the tokens `read` [R]. `slots_of` [T]: adapters' slots."""
         images = self._images.placed(self.model, self._scheduler.table, batch, inputs.query_start)
         decodes = 0 if self._graphs is None else decoding(batch.counts, inputs.block_start.shape[1] * self.page_size)
-        if self._graphs is not None and images is None and inputs.positions.ndim == 1 and self._together.size == 1:
-            at = (inputs.positions, inputs.slots, batch.counts, batch.context, inputs.block_start)
-            if (hidden := self._graphs.hidden(inputs.tokens, slots_of, *at, batch.rows, decodes, late)) is not None:
-                return hidden if read is None else self._picked(hidden, read)
+        plain = images is None and inputs.positions.ndim == 1 and self._together.size == 1
+        graphs = self._graphs if plain else None
+        if graphs is not None and (hidden := graphs.hidden(batch, inputs, slots_of, decodes, late)) is not None:
+            return hidden if read is None else self._picked(hidden, read)
         self._cache.slots, self._cache.rows = self._tensor(inputs.slots), self._tensor(batch.rows)
         layout = AttentionLayout(
             query_start=self._tensor(inputs.query_start),
