@@ -11,54 +11,7 @@ from torch import Tensor
 
 from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask
 from rlloop.numerics.routing import Clamped
-from rlloop.numerics.stock import (
-    causal_conv,
-    clamped_expert,
-    gelu,
-    head_linear,
-    index_weights,
-    layer_norm,
-    linear,
-    logits,
-    recurrent_gates,
-    route,
-    router_logits,
-    sample,
-    scan,
-    seen_in,
-    select,
-    sigmoid_mul,
-    silu_mul,
-    slots_of,
-    sparse_attention,
-    token_logprob,
-)
-
-__all__ = [
-    "attention",
-    "causal_conv",
-    "combine",
-    "experts",
-    "full_attention",
-    "gelu",
-    "head_linear",
-    "index_weights",
-    "layer_norm",
-    "linear",
-    "logits",
-    "recurrent_gates",
-    "rms_norm",
-    "rope",
-    "route",
-    "router_logits",
-    "sample",
-    "scan",
-    "select",
-    "sigmoid_mul",
-    "silu_mul",
-    "sparse_attention",
-    "token_logprob",
-]
+from rlloop.numerics.stock import clamped_expert, seen_in, silu_mul, slots_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ BUILT_IN = {
     "huggingface": "rlloop.numerics.huggingface",
     "reference": "rlloop.numerics.reference",
 }
+SIMPLER = {"huggingface": "stock", "stock": "reference"}  # has what the other does not do in its own way
 OPERATIONS = {  # knob -> what it chooses the implementation of
     "linear": ("linear", "head_linear"),
     "rms_norm": ("rms_norm",),
@@ -51,9 +52,10 @@ def is_outside(name: str) -> bool:
 
 def implementation(name: str, operation: str) -> Callable[..., Any]:
     """The function that implements an operation. `name` is one of `BUILT_IN`, or an outside module's path."""
-    if name in BUILT_IN:
-        return getattr(importlib.import_module(BUILT_IN[name]), operation)
-    return getattr(outside(name), operation, None) or implementation("rlloop", operation)
+    module = importlib.import_module(BUILT_IN[name]) if name in BUILT_IN else outside(name)
+    if name in BUILT_IN and name not in SIMPLER:
+        return getattr(module, operation)
+    return getattr(module, operation, None) or implementation(SIMPLER.get(name, "rlloop"), operation)
 
 
 @functools.cache

@@ -10,41 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlloop.numerics.layout import CAUSAL, AttentionLayout, AttentionMask, LogitsProcessing
-from rlloop.numerics.reference import causal_conv, recurrent_gates, scan
 from rlloop.numerics.routing import Clamped, Routing
-
-__all__ = [
-    "attention",
-    "by_expert",
-    "causal_conv",
-    "clamped_expert",
-    "combine",
-    "experts",
-    "full_attention",
-    "gelu",
-    "head_linear",
-    "index_weights",
-    "layer_norm",
-    "linear",
-    "logits",
-    "padded_attention",
-    "processed",
-    "recurrent_gates",
-    "rms_norm",
-    "rope",
-    "route",
-    "router_logits",
-    "sample",
-    "scan",
-    "seen_in",
-    "select",
-    "sigmoid_mul",
-    "silu_mul",
-    "slots_of",
-    "sparse_attention",
-    "token_logprob",
-    "without_banned",
-]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -14,52 +14,8 @@ from rlloop.numerics.operators.adapted import (
 from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
 from rlloop.numerics.operators.elementwise import norm_of_sum, rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
-from rlloop.numerics.operators.masked_attention import (
-    attention,
-    index_weights,
-    select,
-    sparse_attention,
-)
+from rlloop.numerics.operators.masked_attention import attention, index_weights, select, sparse_attention
 from rlloop.numerics.operators.mixture import combine, experts, route, router_logits, unread_combine
 from rlloop.numerics.operators.products import head_linear, linear, unread_linear
 from rlloop.numerics.operators.recurrence import causal_conv, recurrent_gates, scan
 from rlloop.numerics.operators.vision import full_attention, gelu, layer_norm
-
-__all__ = [
-    "adapted_experts",
-    "adapted_head_linear",
-    "adapted_linear",
-    "attention",
-    "causal_conv",
-    "combine",
-    "experts",
-    "fp8_experts",
-    "fp8_linear",
-    "fp8_linears",
-    "full_attention",
-    "gelu",
-    "head_linear",
-    "index_weights",
-    "layer_norm",
-    "linear",
-    "linear_with_terms",
-    "logits",
-    "norm_of_sum",
-    "recurrent_gates",
-    "reduced",
-    "rms_norm",
-    "rope",
-    "route",
-    "router_logits",
-    "sample",
-    "scan",
-    "score_logits",
-    "select",
-    "sigmoid_mul",
-    "silu_mul",
-    "sparse_attention",
-    "token_logprob",
-    "token_redraw",
-    "unread_combine",
-    "unread_linear",
-]
