@@ -18,7 +18,7 @@ import rlloop  # before torch, as `rlloop train` does  # isort: skip
 import numpy as np
 import torch
 from offload import SHAPES, config
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop.algorithms import get_loss
 from rlloop.config.model import LoraSection
@@ -98,10 +98,7 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     given = parser.parse_args()
     figures = measure(given.shape, given.rank, given.rounds)
-    if given.no_write:
-        print(table(figures))
-    else:
-        report("adapter-publish", figures)
+    report("adapter-publish", figures, write=not given.no_write)
 
 
 if __name__ == "__main__":

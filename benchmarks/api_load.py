@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from api_overhead import SMALL
-from results_schema import ROOT, Figure, report, table
+from results_schema import ROOT, Figure, report
 
 sys.path.insert(0, str(ROOT))
 
@@ -203,10 +203,7 @@ def main() -> None:
         half = memory[len(memory) // 2]
         figures.append(Figure(name=f"{work}: memory, end over middle", unit="", value=memory[-1] / half,
                               lower_is_better=True))  # fmt: skip
-    if given.quick:
-        print(table(figures))
-    else:
-        report("api-tenants" if given.tenants else "api-load", figures)
+    report("api-tenants" if given.tenants else "api-load", figures, write=not given.quick)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_shapes import MODELS, make_folder
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.models import new_model, save_model
@@ -158,10 +158,7 @@ def main() -> None:
             figures += measure(f"{name}, {ways}, {sizes[0]} x {sizes[1]}+{sizes[2]} tokens", client, data, given.rounds)
             service.close()
             del client, service
-    if given.tiny:
-        print(table(figures))
-    else:
-        report("api-losses" + ("-full" if given.full else ""), figures)
+    report("api-losses" + ("-full" if given.full else ""), figures, write=not given.tiny)
 
 
 if __name__ == "__main__":

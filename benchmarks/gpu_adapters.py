@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from gpu_shapes import random_model
 from offload import SHAPES, config
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop import SamplingParams
 from rlloop.models import save_model
@@ -134,10 +134,7 @@ def main() -> None:
     for shape in given.shape:
         with tempfile.TemporaryDirectory() as place:
             figures += measure(shape, given.vllm, Path(place))
-    if given.no_write:
-        print(table(figures))
-    else:
-        report("gpu-adapters", figures, packages=("triton", *(("vllm",) if given.vllm else ())))
+    report("gpu-adapters", figures, packages=("triton", *(("vllm",) if given.vllm else ())), write=not given.no_write)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 from gpu_shapes import seconds
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -151,10 +151,7 @@ def main() -> None:
                 measure, shapes = PARTS[part]
                 if part != "chunk" or vllm:
                     figures += [measure(model, *shape) for shape in shapes]
-    if args.quick:
-        print(table(figures))
-    else:
-        report("gpu-attention", figures, packages=("triton", *(("vllm",) if vllm else ())))
+    report("gpu-attention", figures, packages=("triton", *(("vllm",) if vllm else ())), write=not args.quick)
 
 
 if __name__ == "__main__":

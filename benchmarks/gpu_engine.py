@@ -48,7 +48,7 @@ import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from engine_sides import AS_IT_COMES, SETUPS, STATES, Run, model_of, rlloop_side, setups_of, vllm_side, written
 from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder
-from results_schema import Figure, device_name, report, table
+from results_schema import Figure, device_name, report
 from roofline import device_rates, engine_speed
 
 ROUNDS, SCORED = 5, 32768  # tokens that the trainer scores at least
@@ -344,10 +344,7 @@ def main() -> None:
         args.logs.mkdir(parents=True, exist_ok=True)
 
     def record(figures: list[Figure]) -> None:
-        if args.quick or args.tiny:
-            print(table(figures), flush=True)
-        else:
-            report("gpu-engine", figures, packages=tuple(packages), part=True)
+        report("gpu-engine", figures, packages=tuple(packages), part=True, write=not (args.quick or args.tiny))
 
     def measure(shape: str, works: list[str], rounds: int) -> None:
         figures_of(shape, works, names, rounds, args.seeded, record, args.setup, environment, args.logs)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from gpu_shapes import L2_BYTES, seconds
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.numerics.ops import ops_for
@@ -90,10 +90,7 @@ def main() -> None:
                         lower_is_better=True,
                     )
                 )  # fmt: skip
-    if args.quick:
-        print(table(figures))
-    else:
-        report("gpu-experts", figures, packages=("triton", *(("vllm",) if "vLLM" in name else ())))
+    report("gpu-experts", figures, packages=("triton", *(("vllm",) if "vLLM" in name else ())), write=not args.quick)
 
 
 if __name__ == "__main__":

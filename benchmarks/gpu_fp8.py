@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from gpu_shapes import L2_BYTES, seconds
 from ranks_experts import MIXTURE, TINY
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.algorithms import get_loss
@@ -210,10 +210,7 @@ def main() -> None:
         figures += products() if "products" in given.only else []
         figures += experts() if "experts" in given.only else []
     figures += kl(given.steps, given.tiny) if "kl" in given.only or given.tiny else []
-    if given.tiny or len(given.only) < 3:
-        print(table(figures))
-    else:
-        report("gpu-fp8", figures, packages=("triton",))
+    report("gpu-fp8", figures, packages=("triton",), write=not (given.tiny or len(given.only) < 3))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from children import tell, told
 from gpu_shapes import save_random
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 if TYPE_CHECKING:
     from rlloop import Engine
@@ -297,10 +297,8 @@ def main() -> int:
             figures = figures_of(found["rlloop"], found["vllm"], facts, sizes, words)
             if args.parts:
                 continue
-            if args.quick or args.tiny:
-                print(table(figures), flush=True)
-            elif figures:
-                report("gpu-images", figures, packages=("triton", *(("vllm",) if args.vllm else ())), part=True)
+            packages = ("triton", *(("vllm",) if args.vllm else ()))
+            report("gpu-images", figures, packages=packages, part=True, write=not (args.quick or args.tiny))
     return int(failed)
 
 

@@ -38,7 +38,7 @@ from typing import Any
 import cells
 from children import Child, answer
 from gpu_shapes import SHAPES, TINY, bytes_of, save_random
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 ROUNDS, WINDOW = 3, 15.0
 RATES = {"0.6B": [4.0, 16.0, 32.0], "8B": [2.0, 8.0, 16.0]}  # requests a second
@@ -277,10 +277,8 @@ def main() -> None:
                 print(f"no time for the rest; go on with --shape {' '.join(given.shape[at:])}", file=sys.stderr)
                 break
             for figures in measure(shape, given, asker, None if given.seconds is None else given.seconds - spent):
-                if given.quick or given.tiny:
-                    print(table(figures), flush=True)
-                else:
-                    report("gpu-latency", figures, packages=("triton", "vllm"), part=True)
+                write = not (given.quick or given.tiny)
+                report("gpu-latency", figures, packages=("triton", "vllm"), part=True, write=write)
     finally:
         asker.close()
 

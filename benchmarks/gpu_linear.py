@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from gpu_shapes import L2_BYTES, seconds
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.backend import linear
@@ -140,10 +140,7 @@ def main() -> None:
     if few and importlib.util.find_spec("vllm"):
         figures += beside_vllm(few)
         packages.append("vllm")
-    if args.quick:
-        print(table(figures))
-    else:
-        report("gpu-linear", figures, packages=tuple(packages))
+    report("gpu-linear", figures, packages=tuple(packages), write=not args.quick)
 
 
 if __name__ == "__main__":

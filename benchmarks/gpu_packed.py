@@ -34,7 +34,7 @@ import torch
 from children import tell, told
 from gpu_shapes import random_model, seconds
 from ranks_experts import MIXTURE, TINY
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop import SamplingParams
 from rlloop.algorithms import get_loss
@@ -264,11 +264,7 @@ def main() -> None:
         return
 
     def known(figure: Figure, device: str | None = None) -> None:
-        if given.tiny:
-            print(table([figure]), flush=True)
-        else:
-            report("gpu-packed", [figure], packages=("triton",), device=device, part=True)
-            sys.stdout.flush()
+        report("gpu-packed", [figure], packages=("triton",), device=device, part=True, write=not given.tiny)
 
     deadline = time.monotonic() + given.seconds
     for layers in given.memory:  # before this process takes any of the GPU

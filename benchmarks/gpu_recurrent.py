@@ -34,7 +34,7 @@ from compile_ahead import compile_ahead, progress
 from gpu_shapes import seconds
 from recurrent_peers import PLACE, Call, Shape, elapsed, inputs
 from recurrent_worker import Worker
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
@@ -219,10 +219,7 @@ def main() -> None:
         else:
             made = iter([decode(name, shapes[name], steps[work])])
         for figures in made:
-            if args.quick or args.tiny:
-                print(table(figures), flush=True)
-            else:
-                report("gpu-recurrent", figures, packages=tuple(packages), part=True)
+            report("gpu-recurrent", figures, packages=tuple(packages), part=True, write=not (args.quick or args.tiny))
 
 
 if __name__ == "__main__":

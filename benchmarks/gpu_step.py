@@ -36,7 +36,7 @@ import cells
 import numpy as np
 from children import tell, told
 from gpu_shapes import EVERY, MODELS, bytes_of, make_folder
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from train_peers import Peer, Row, timed
 
 WARM, ROUNDS, LR = 2, 5, 1e-6
@@ -323,11 +323,8 @@ def main() -> int:
 
         def record(mine: dict[str, Any], peer: dict[str, Any] | None) -> None:
             figures = figures_of(words, size, mine, peer)  # noqa: B023
-            if args.quick or args.tiny:
-                print(table(figures), flush=True)
-            else:
-                packages = ("triton", "transformers", *(("vllm",) if args.vllm else ()))
-                report("gpu-step", figures, packages=packages, part=True)
+            packages = ("triton", "transformers", *(("vllm",) if args.vllm else ()))
+            report("gpu-step", figures, packages=packages, part=True, write=not (args.quick or args.tiny))
 
         with tempfile.TemporaryDirectory() as place:
             make_folder(shape_of(model), Path(place))

@@ -38,7 +38,7 @@ import cells
 import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from gpu_shapes import EVERY, SHAPES, bytes_of, make_folder
-from results_schema import Figure, device_name, report, table
+from results_schema import Figure, device_name, report
 from roofline import device_rates, train_speed
 from train_peers import Peer, Row, timed
 
@@ -286,10 +286,8 @@ def main() -> int:
     names = [name for name in SIDES if name not in args.without]
 
     def record(figures: list[Figure]) -> None:
-        if args.quick or args.tiny:
-            print(table(figures), flush=True)
-        elif figures:
-            report("gpu-train", figures, packages=("triton", "transformers"), part=True)
+        write = not (args.quick or args.tiny)
+        report("gpu-train", figures, packages=("triton", "transformers"), part=True, write=write)
 
     if args.tiny:
         return int(not measure("tiny", ["tiny"], names, args.rounds, not args.apart, record))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
@@ -142,10 +142,7 @@ def main() -> None:
         )
         for name in rounds[0]
     ]  # fmt: skip
-    if args.quick:
-        print(table(figures))
-    else:
-        report("image-parity", figures)
+    report("image-parity", figures, write=not args.quick)
 
 
 if __name__ == "__main__":

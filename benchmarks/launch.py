@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 WARM_UP = 5
 
@@ -94,10 +94,7 @@ def main() -> None:
                 Figure(name=f"overhead of the loop, {name}", unit="% of a step", value=overhead(run)),
             ]
         figures.append(Figure(name="ray.init to first token", unit="s", value=seconds_to_first_token(root / "first")))
-    if args.no_write:
-        print(table(figures))
-    else:
-        report("launch", figures, packages=("ray",))
+    report("launch", figures, packages=("ray",), write=not args.no_write)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.profile import NumericsProfile
@@ -77,10 +77,7 @@ def main() -> None:
         ]
         name = f"linear backward, M {rows}, K {width}, N {outputs}"
         figures.append(figure(name, 2 * rows * width * outputs, works, args.seconds, None))
-    if args.quick:
-        print(table(figures))
-    else:
-        report("linear" if args.threads > 1 else "linear-one-thread", figures)
+    report("linear" if args.threads > 1 else "linear-one-thread", figures, write=not args.quick)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from children import told
 from gpu_shapes import SHAPES, TINY, save_random
 from long_context_rl import read_alone, rl_figures, rl_steps
 from long_context_sides import measure, ours, search, theirs
-from results_schema import Figure, device_name, report, table
+from results_schema import Figure, device_name, report
 from roofline import device_rates, train_speed
 
 if TYPE_CHECKING:
@@ -211,10 +211,8 @@ class Run:
         self.failed = False
 
     def record(self, figures: list[Figure]) -> None:
-        if self.args.quick or self.args.tiny:
-            print(table(figures), flush=True)
-        elif figures:
-            report("long-context", figures, packages=("triton", "transformers"), part=True)
+        write = not (self.args.quick or self.args.tiny)
+        report("long-context", figures, packages=("triton", "transformers"), part=True, write=write)
 
     def told(self, side: str, share: float = 1.0, **more: Any) -> Iterator[dict[str, Any]]:
         """What a side's child tells in a share of the time that is left."""

@@ -242,11 +242,7 @@ def main() -> None:
     every: list[Figure] = []
     for device, figures in compared(given):
         every += figures
-        if given.no_write:
-            print(table(figures), flush=True)
-        else:
-            report("offload", figures, device=None if device == "CPU" else device, part=True)
-            sys.stdout.flush()
+        report("offload", figures, device=None if device == "CPU" else device, part=True, write=not given.no_write)
     if not every:
         raise SystemExit("nothing was measured; see above")
     print(f"\nall of it:\n{table(every)}", flush=True)

@@ -28,7 +28,7 @@ import torch
 from long_context import OUTGROWN, POSITIONS, check_layers, config_of, memory_figures, predicted, title_of, words_of
 from long_context_sides import needed, sequence
 from ranks_train import FOUND, our_model, run_ranks
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop.parallel.layout import Layout
 
@@ -181,10 +181,7 @@ def main() -> int:
         found[size], ended = found_by(args, size, time.monotonic() + (end - time.monotonic()) * share)
         failed |= ended
         figures = [figure for length in args.lengths for figure in figures_of(args, found, size, length)]
-        if args.quick or args.tiny:
-            print(table(figures), flush=True)
-        elif figures:
-            report("ranks-context", figures, packages=("triton",), part=True)
+        report("ranks-context", figures, packages=("triton",), part=True, write=not (args.quick or args.tiny))
     return int(failed)
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns, prepare, rehearsed, when_prepared
 from gpu_shapes import save_random
 from profiled import profiled
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
@@ -101,14 +101,14 @@ def follow(folder: str, tp: int, rank: int, kind: str) -> None:
         ranks.gather_objects(hash(tuple(map(tuple, run(requests_of(*asked))))))
 
 
-def vllm_side(folder: str, tp: int) -> Run:
+def vllm_side(folder: str, tp: int, running: int = RUNNING, cache: int = CACHE_BYTES, **options: Any) -> Run:
     import vllm
 
     when_prepared(Path(folder))
     engine = vllm.LLM(
-        folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
+        folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=running,
         max_num_batched_tokens=8192, tensor_parallel_size=tp, logprobs_mode="processed_logprobs",
-        gpu_memory_utilization=0.3, kv_cache_memory_bytes=CACHE_BYTES, disable_log_stats=True,
+        gpu_memory_utilization=0.3, kv_cache_memory_bytes=cache, disable_log_stats=True, **options,
     )  # fmt: skip
 
     def run(requests: list[Request]) -> list[list[int]]:
@@ -182,12 +182,8 @@ def main() -> None:
 
     def record(work: str, by_side: Rounds) -> None:
         figures = figures_of(work, by_side, given.tp, vllm)
-        if given.quick:
-            print(table(figures))
-        else:
-            report(
-                f"ranks-engine-{given.tp}", figures, packages=("triton", *(("vllm",) if given.vllm else ())), part=True
-            )
+        packages = ("triton", *(("vllm",) if given.vllm else ()))
+        report(f"ranks-engine-{given.tp}", figures, packages=packages, part=True, write=not given.quick)
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

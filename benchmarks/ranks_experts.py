@@ -25,8 +25,8 @@ import numpy as np
 from children import Child, Rounds, answer, in_turns, prepare, rehearsed, when_prepared
 from gpu_shapes import save_random
 from profiled import profiled
-from ranks_engine import left_out
-from results_schema import Figure, report, table
+from ranks_engine import left_out, vllm_side
+from results_schema import Figure, report
 
 MIXTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {
     "num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "eos_token_id": 2,
 }  # fmt: skip
 WORK = {"crowd": (256, 128, 256), "one": (1, 128, 256), "large": (1024, 128, 128)}  # requests, tokens in, tokens out
-LONGEST, RUNNING, ROUNDS, CACHE_BYTES = 2048, 1024, 3, 16 << 30  # keys and values on each GPU
+RUNNING, ROUNDS, CACHE_BYTES = 1024, 3, 16 << 30  # keys and values on each GPU
 SIDES: dict[str, dict[str, Any]] = {"rlloop": {}, "vLLM TP": {}, "vLLM TP + EP": {"enable_expert_parallel": True}}
 Request = tuple[list[int], int, int]  # prompt, tokens to make, seed
 Run = Callable[[list[Request]], list[list[int]]]
@@ -87,29 +87,6 @@ def rank_main(folder: str, ranks: int, rank: int, tiny: bool) -> None:
             run(requests_of(*asked, tiny))
 
 
-def vllm_main(folder: str, ranks: int, options: dict[str, Any], tiny: bool) -> None:
-    import vllm
-
-    when_prepared(Path(folder))
-    engine = vllm.LLM(
-        folder, dtype="bfloat16", max_model_len=LONGEST, skip_tokenizer_init=True, max_num_seqs=RUNNING,
-        max_num_batched_tokens=8192, tensor_parallel_size=ranks, logprobs_mode="processed_logprobs",
-        gpu_memory_utilization=0.3, kv_cache_memory_bytes=CACHE_BYTES, disable_log_stats=True, **options,
-    )  # fmt: skip
-
-    def run(requests: list[Request]) -> list[list[int]]:
-        sampling = [
-            vllm.SamplingParams(
-                max_tokens=new, temperature=1.0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
-            )
-            for _, new, _ in requests
-        ]
-        made = engine.generate([{"prompt_token_ids": ids} for ids, _, _ in requests], sampling, use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in made]
-
-    serve(run, tiny, lambda _: None)
-
-
 def serve(run: Run, tiny: bool, announce: Callable[[Any], Any]) -> None:
     """A round for each line on stdin (`work index`). `announce` to the other ranks what comes, and None at the end."""
 
@@ -132,7 +109,7 @@ def serve(run: Run, tiny: bool, announce: Callable[[Any], Any]) -> None:
 
 def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
     if name != "rlloop":
-        vllm_main(folder, ranks, SIDES[name], tiny)
+        serve(vllm_side(folder, ranks, RUNNING, CACHE_BYTES, **SIDES[name]), tiny, lambda _: None)
         return
     start = multiprocessing.get_context("spawn").Process
     others = [start(target=rank_main, args=(folder, ranks, rank, tiny), daemon=True) for rank in range(1, ranks)]
@@ -178,11 +155,9 @@ def main() -> None:
 
     def record(work: str, by_side: Rounds) -> None:
         figures = figures_of(work, by_side, given.gpus, vllm)
-        if given.quick or given.tiny:
-            print(table(figures))
-        else:
-            packages = ("triton", *(("vllm",) if given.vllm else ()))
-            report(f"ranks-experts-{given.gpus}", figures, packages=packages, part=True)
+        packages = ("triton", *(("vllm",) if given.vllm else ()))
+        write = not (given.quick or given.tiny)
+        report(f"ranks-experts-{given.gpus}", figures, packages=packages, part=True, write=write)
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--gpus", str(given.gpus), "--folder", folder, *(["--tiny"] if given.tiny else [])]

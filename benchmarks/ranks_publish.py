@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpu_delta import shapes, shared_memory
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 from rlloop.parallel.collectives import Ranks
 from rlloop.sync.bits import processors
@@ -124,10 +124,7 @@ def main() -> None:
         )
         for size, (rounds, whole, _) in found.items()
     ]  # fmt: skip
-    if settings.record:
-        report("ranks-publish", figures, part=False)
-    else:
-        print(table(figures))
+    report("ranks-publish", figures, part=False, write=settings.record)
     for size, (rounds, _, _) in found.items():
         low, *_, high = sorted(rounds)
         print(f"{size} ranks: {low:.3f} / {sorted(rounds)[len(rounds) // 2]:.3f} / {high:.3f} s, same manifests")

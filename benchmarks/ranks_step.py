@@ -35,7 +35,7 @@ import torch
 from children import LEAST, Child, answer, interrupted_by_terms
 from gpu_shapes import save_random
 from ranks_train import Setting, our_model, peer_model
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
 BUDGET, WARM, STEPS, LR = 32 * (PROMPT + NEW), 4, 5, 1e-6
@@ -265,11 +265,8 @@ def main() -> None:
         seconds[name], answers, interrupted = measured(name, where, parts)
         answer = answer or answers[0]
         figures = figures_of(setting, alone, seconds, answer)
-        if args.quick or args.tiny:
-            print(table(figures))
-        else:
-            packages = ("triton", "transformers", *(("vllm",) if args.vllm else ()))
-            report(f"ranks-step-{size}", figures, packages=packages, part=True)
+        packages = ("triton", "transformers", *(("vllm",) if args.vllm else ()))
+        report(f"ranks-step-{size}", figures, packages=packages, part=True, write=not (args.quick or args.tiny))
         if interrupted:
             raise KeyboardInterrupt
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 if TYPE_CHECKING:
     from rlloop.parallel.layout import Layout
@@ -270,14 +270,9 @@ def main() -> None:
     if args.weak and mine:
         alone = Setting(0, 1, args.tiny, args.shard, args.layers)
         figures.append(weak_scaling(setting, mine, alone, in_children("rlloop", alone)))
-    if args.quick or args.tiny or args.only:
-        print(table(figures))
-    else:
-        report(
-            f"ranks-train-{size}{'-parameters' * (args.shard == 'parameters')}",
-            figures,
-            packages=("triton", "transformers"),
-        )
+    name = f"ranks-train-{size}{'-parameters' * (args.shard == 'parameters')}"
+    write = not (args.quick or args.tiny or args.only)
+    report(name, figures, packages=("triton", "transformers"), write=write)
 
 
 def shape_of(setting: Setting) -> str:

@@ -14,7 +14,7 @@ import statistics
 import time
 
 import numpy as np
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from train import CONFIG, SEQUENCES, make_rows
 
 WARPS = {"plain": {}, "temperature 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9}}
@@ -91,10 +91,7 @@ def main() -> None:
             )
             for way in WAYS[1:]
         ]
-    if args.no_write:
-        print(table(figures))
-    else:
-        report("redraw" if args.device == "cpu" else "gpu-redraw", figures)
+    report("redraw" if args.device == "cpu" else "gpu-redraw", figures, write=not args.no_write)
 
 
 if __name__ == "__main__":

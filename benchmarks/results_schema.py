@@ -94,13 +94,16 @@ class Figure:
 
 def report(
     name: str, figures: list[Figure], *, packages: tuple[str, ...] = (), device: str | None = None,
-    part: bool | None = None,
-) -> Path:  # fmt: skip
-    """Print the figures and write them to `results/<name>.json`; `packages` are the peers whose versions matter.
+    part: bool | None = None, write: bool = True,
+) -> Path | None:  # fmt: skip
+    """Print the figures and `write` them to `results/<name>.json`; `packages` are the peers whose versions matter.
 
     `part`: these are some of what the script measures, and what was recorded under other names stays. None: they are
     if the script was given one of `PARTS`.
     """
+    print(table(figures), flush=True)
+    if not (write and figures):
+        return None
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     script = Path(sys.argv[0]).resolve()
     command = ["python", str(script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name), *sys.argv[1:]]
@@ -113,7 +116,6 @@ def report(
         )
         for figure in figures
     ]
-    print(table(figures))
     path = RESULTS / f"{name}.json"
     if part is None:
         part = any(argument.startswith(PARTS) for argument in sys.argv)
@@ -121,7 +123,7 @@ def report(
         records = beside(json.loads(path.read_text()), records)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(records, indent=2) + "\n")
-    print(f"written to {path}")
+    print(f"written to {path}", flush=True)
     return path
 
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from gpu_shapes import QWEN3_06B
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 from train import CONFIG
 
 from rlloop.algorithms import get_loss
@@ -123,10 +123,7 @@ def main() -> None:
                 peer_value=tokens / statistics.median(plain), aim=AIM,
             )
         )  # fmt: skip
-    if args.no_write:
-        print(table(figures))
-    else:
-        report("shared-prompts", figures, packages=() if cpu else ("triton",))
+    report("shared-prompts", figures, packages=() if cpu else ("triton",), write=not args.no_write)
 
 
 if __name__ == "__main__":

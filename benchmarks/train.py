@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from results_schema import Figure, report, table
+from results_schema import Figure, report
 
 VOCAB, SEQUENCES, LR = 4096, 64, 1e-4
 CONFIG = {
@@ -211,10 +211,7 @@ def main() -> None:
         figures = measure(*pipes, args.rounds)
         for pipe in pipes:
             pipe.send(None)
-    if args.no_write:
-        print(table(figures))
-    else:
-        report("train", figures, packages=("transformers",))
+    report("train", figures, packages=("transformers",), write=not args.no_write)
 
 
 if __name__ == "__main__":
