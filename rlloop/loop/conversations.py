@@ -46,7 +46,7 @@ class Played:
 
 
 def cut_short(completion: Completion) -> str:
-    """The reason for rejecting a completion that was cut short; None if it ended by itself."""
+    """The reason for rejecting a completion that was cut short."""
     return f"its completion was cut short: finish_reason is {completion.finish_reason!r}"
 
 
@@ -313,7 +313,8 @@ class Talk:
 
     def played(self, decode: Callable[[list[int]], str]) -> Played:
         self._end_turn()  # that was dropped in the middle
-        turns = self.turns or [_nothing(self.ids, self.sampling, self.version or 0)]
+        none = np.zeros(0, np.float32)
+        turns = self.turns or [Completion(self.ids, [], none, none, self.version or 0, "abort", self.sampling)]
         if self.environment is None:
             completion = dataclasses.replace(turns[0], finish_reason="abort") if self.broken else turns[0]
             return Played(self.example, completion, decode(completion.token_ids), self.broken, self.fault)
@@ -332,10 +333,6 @@ class Talk:
         }
         example = dataclasses.replace(self.example, data={**self.example.data, "episode": episode})
         return Played(example, completion, decode(completion.token_ids), self.broken, self.fault)
-
-
-def _nothing(prompt_ids: list[int], sampling: SamplingParams, version: int) -> Completion:
-    return Completion(prompt_ids, [], np.zeros(0, np.float32), np.zeros(0, np.float32), version, "abort", sampling)
 
 
 def fault(turn: Completion, prompt_ids: list[int], sampling: SamplingParams, vocabulary: Vocabulary) -> str | None:

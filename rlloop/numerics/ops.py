@@ -48,30 +48,25 @@ class Ops:
         self._rank_sums = functools.partial(implementation(profile.linear, "router_logits"), exact=True)
         self._mask = AttentionMask(self._split)
         self._fuses = all(getattr(profile, knob) == "rlloop" for knob in OPERATIONS)
-        self._adapters: AdapterSlots | None = None
+        self.adapters: AdapterSlots | None = None  # the rows'; None: no product has any
 
     def with_adapters(self, adapters: AdapterSlots | None) -> Self:
         """The same operations, whose products have the rows' adapters; None: none has one."""
-        if adapters is self._adapters:
+        if adapters is self.adapters:
             return self
         view = copy.copy(self)
-        view._adapters = adapters
+        view.adapters = adapters
         return view
-
-    @property
-    def adapters(self) -> AdapterSlots | None:
-        """The rows' adapters; None: no product has any."""
-        return self._adapters
 
     def row_slots(self, x: Tensor) -> Tensor | None:
         """[T] int64 the slots of the adapters of x [T, ...]; None where all rows have one adapter, or none."""
-        return None if self._adapters is None or self._adapters.uniform else self._adapters.slots(x)
+        return None if self.adapters is None or self.adapters.uniform else self.adapters.slots(x)
 
     def adapted(self, weight: Tensor | None) -> tuple[Factors, AdapterSlots] | None:
         """The factors of a weight and which each row has; None where it has none."""
-        if self._adapters is None or weight is None or (factors := self._adapters.of(weight)) is None:
+        if self.adapters is None or weight is None or (factors := self.adapters.of(weight)) is None:
             return None
-        return factors, self._adapters
+        return factors, self.adapters
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = False) -> Tensor:
         """`x @ weight.T + bias`. x [T, K], weight [N, K], bias [N] -> [T, N].
@@ -114,10 +109,8 @@ class Ops:
         return self.profile.rms_norm == "rlloop" and self.profile.residual_norm == "rounded"
 
     def norm_of_sum(self, total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`rms_norm` of a residual sum that has been made already, with the bits of the gradient. Only if `norms_sums`.
-
-        (normed [T, D], the sum again, which the rest of the layer has to go on from).
-        """
+        """`rms_norm` of a residual sum [T, D] that exists already, with the bits of the gradient. Only if `norms_sums`.
+        The rest of the layer has to go on from the sum that it returns."""
         return operators.norm_of_sum(total, weight, eps)
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -170,11 +163,11 @@ class Ops:
     def _adapted_products(self, x: Tensor, weights: tuple[Tensor, ...], gated: bool) -> tuple[Tensor, ...] | None:
         """`kernels.Kernels.adapted_products`; None where it is not for these."""
         factors = [self.adapted(weight) for weight in weights]
-        if self._adapters is None or is_packed(*weights) or None in factors:
+        if self.adapters is None or is_packed(*weights) or None in factors:
             return None
         if (work := kernels_for(x.device).adapted_products) is None:
             return None
-        return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self._adapters, gated)
+        return work(x, weights, None, x.dtype, tuple(each[0] for each in factors if each), self.adapters, gated)
 
     def qkv_cache_write(
         self, q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, positions: Tensor,
@@ -195,7 +188,7 @@ class Ops:
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """(delta, stream) after a layer of a decode step, one token a sequence. None where it is not made at once."""
         work = kernels_for(delta.device).decoder_layer
-        if work is None or self._adapters is not None or not (self.fuses and self.norms_sums and self._ranks == 1):
+        if work is None or self.adapters is not None or not (self.fuses and self.norms_sums and self._ranks == 1):
             return None
         if is_packed(*weights.all) or any(isinstance(each, Fp8Weight) for each in weights.all):
             return None
@@ -215,18 +208,14 @@ class Ops:
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, sinks: Tensor | None = None,
         window: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of ragged sequences. q [T, H, D]; k, v [slots, G, D], sinks [H] -> [T, H, D].
-
-        `layout.AttentionMask` says what sinks and windows are.
-        """
+        """Causal attention of ragged sequences, with the sinks [H] and the window of an `AttentionMask`. q [T, H, D];
+        k, v [slots, G, D] -> [T, H, D]."""
         mask = self._mask if sinks is None and not window else AttentionMask(self._split, window, sinks)
         return self._as.attention(q, k, v, layout, scale, mask)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-        """Attention in both directions over whole sequences (`AttentionLayout.of_sequences`): the patches of an image.
-
-        Each query reads all keys of its own sequence and no other. [T, H, D] each -> [T, H, D].
-        """
+        """Attention in both directions within each sequence (`AttentionLayout.of_sequences`): the patches of an image.
+        [T, H, D] each -> [T, H, D]."""
         return self._as.full_attention(q, k, v, layout, scale)
 
     def sparse_attention(
@@ -248,10 +237,8 @@ class Ops:
         return self._as.head_linear(x, weight, by_row)
 
     def router_logits(self, x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None = None) -> Tensor:
-        """The gate's sums in float32; where not exact, rounded to the compute type. [T, K], [E, K] -> [T, E].
-
-        `bias` [E] is added to the sums in float32; where not exact, what comes of it is rounded as well.
-        """
+        """The gate's sums in float32, with `bias` [E]; where not exact, rounded to the compute type before and after
+        the bias. [T, K], [E, K] -> [T, E]."""
         return self._as.router_logits(x, weight, exact, bias)
 
     def route(
@@ -276,9 +263,9 @@ class Ops:
         if isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
             return operators.fp8_experts(x, up, down, chosen, gated)
         of_up, of_down = self.adapted(up), self.adapted(down)
-        if self._adapters is not None and (of_up or of_down):
+        if self.adapters is not None and (of_up or of_down):
             factors = (of_up and of_up[0], of_down and of_down[0])
-            return operators.adapted_experts(x, up, down, chosen, gated, clamped, factors, self._adapters)
+            return operators.adapted_experts(x, up, down, chosen, gated, clamped, factors, self.adapters)
         return self._as.experts(x, up, down, chosen, gated, clamped)
 
     def combine(self, slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None = None) -> Tensor:
@@ -357,10 +344,8 @@ class Ops:
         return self._as.select(q, k, weights, layout, scale, count)
 
     def logits(self, hidden: Tensor, weight: Tensor, part_of: Tensor | None = None) -> Tensor:
-        """Logits of the vocabulary, as `token_logprob` makes them. hidden [T, K], weight [V, K] -> [T, V] float32.
-
-        `part_of`: the parameter whose rows `weight` is, where it is another tensor.
-        """
+        """Logits of the vocabulary, as `token_logprob` makes them: hidden [T, K], weight [V, K] -> [T, V] float32.
+        `part_of`: the parameter whose rows `weight` is, where it is another tensor."""
         if adapted := self.adapted(weight if part_of is None else part_of):
             return operators.logits(hidden, weight, adapted)
         return self._as.logits(hidden, weight)
@@ -380,11 +365,9 @@ class Ops:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
         positions: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """`token_logprob`, and from the same logits, without a gradient, the results of `sample`.
-
-        Two results more: each target's raw logprob [T] float32, and the token [T] int64 that (seed, position) draws;
-        −1 where nothing is drawn: without seeds [T], for a negative one, and under a profile whose sampler is not ours.
-        """
+        """`token_logprob`, and from the same logits, without a gradient, each target's raw logprob [T] float32 and the
+        token [T] int64 that (seed, position) draws; −1 where nothing is drawn: without seeds [T], for a negative one,
+        and under a profile whose sampler is not ours."""
         if self.profile.token_logprob == "rlloop":
             return operators.token_redraw(hidden, weight, targets, processing, seeds, positions, self.adapted(weight))
         logprobs, entropies = self.token_logprob(hidden, weight, targets, processing)
