@@ -52,15 +52,15 @@ def _histograms(metrics: Mapping[str, Any]) -> dict[str, tuple[list[int], list[f
     }
 
 
-class _Samples:
-    """A sink's view of a step's completions: distributions, and every `every` steps a table of the first `count`."""
+class _WithSamples:
+    """Base of sinks that show a step's completions: distributions, and every `every` steps a table of `count` rows."""
 
     def __init__(self, count: int, every: int) -> None:
         self.count, self.every = count, every
         self.table: list[list[Any]] = []
         self.values: dict[str, list[float]] = {}
 
-    def take(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         lengths = [len(row["token_ids"]) for row in rows]
         self.values = {
             "reward/distribution": [row["reward"] for row in rows if math.isfinite(row["reward"])],
@@ -73,11 +73,19 @@ class _Samples:
                 for row, length in list(zip(rows, lengths, strict=True))[: self.count]
             ]
 
-    def give(self) -> tuple[list[list[Any]], dict[str, list[float]]]:
+    def _taken(self) -> tuple[list[list[Any]], dict[str, list[float]]]:
         """The rows of the table and the distributions of the step whose record comes now; each once."""
         samples = self.table, {name: values for name, values in self.values.items() if values}
         self.table, self.values = [], {}
         return samples
+
+    def _shown(self, library: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """A record with histograms and the table as objects of wandb or trackio."""
+        table, values = self._taken()
+        drawn = {name: library.Histogram(np_histogram=both) for name, both in _histograms(metrics).items()}
+        drawn |= {name: library.Histogram(each) for name, each in values.items()}
+        rows = {"completions": library.Table(columns=list(COLUMNS), data=table)} if table else {}
+        return {**_numbers(metrics), **drawn, **rows}
 
 
 def _head(run_dir: Path) -> str | None:
@@ -94,7 +102,7 @@ def _kept_id(file: Path) -> str:
     return file.read_text().strip()
 
 
-class WandbSink:
+class WandbSink(_WithSamples):
     """Weights & Biases. Never prompts for a key.
 
     A resumed run continues under the same id, which is kept in the run folder. `mode`: online, offline or disabled;
@@ -121,7 +129,7 @@ class WandbSink:
         import wandb
 
         self._wandb, self._dir = wandb, run_dir
-        self._samples = _Samples(completions, completions_every)
+        super().__init__(completions, completions_every)
         mode = mode or ("online" if _has_wandb_key() else "offline")
         self._run = wandb.init(
             project=project,
@@ -140,15 +148,8 @@ class WandbSink:
         if mode == "online":
             self.note = f"wandb: {self._run.url}"
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._samples.take(step, rows)
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        table, values = self._samples.give()
-        drawn = {name: self._wandb.Histogram(np_histogram=both) for name, both in _histograms(metrics).items()}
-        drawn |= {name: self._wandb.Histogram(each) for name, each in values.items()}
-        rows = {"completions": self._wandb.Table(columns=list(COLUMNS), data=table)} if table else {}
-        self._run.log({**_numbers(metrics), **drawn, **rows}, step=step)
+        self._run.log(self._shown(self._wandb, metrics), step=step)
 
     def close(self) -> None:
         if (head := _head(self._dir)) is not None:
@@ -169,7 +170,7 @@ def _has_wandb_key() -> bool:
         return False
 
 
-class TrackioSink:
+class TrackioSink(_WithSamples):
     """trackio, on this machine unless `space_id` names a Space: `trackio show --project PROJECT` shows it.
 
     A resumed run continues under the same name, which is the run folder's unless `name` is given.
@@ -190,7 +191,7 @@ class TrackioSink:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._trackio, self._dir = trackio, run_dir
-        self._samples = _Samples(completions, completions_every)
+        super().__init__(completions, completions_every)
         # its own samples of CPU and GPU are off: the records have rlloop's, by step
         self._run = trackio.init(
             project, name or run_dir.name, space_id=space_id, config=dict(config), resume="allow", embed=False,
@@ -200,15 +201,8 @@ class TrackioSink:
             f"trackio: `trackio show --project {project}` shows it" if space_id is None else f"trackio: {space_id}"
         )
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._samples.take(step, rows)
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        table, values = self._samples.give()
-        drawn = {name: self._trackio.Histogram(np_histogram=both) for name, both in _histograms(metrics).items()}
-        drawn |= {name: self._trackio.Histogram(each) for name, each in values.items()}
-        rows = {"completions": self._trackio.Table(columns=list(COLUMNS), data=table)} if table else {}
-        self._run.log({**_numbers(metrics), **drawn, **rows}, step=step)
+        self._run.log(self._shown(self._trackio, metrics), step=step)
 
     def close(self) -> None:
         if _head(self._dir) is not None:
@@ -216,7 +210,7 @@ class TrackioSink:
         self._run.finish()
 
 
-class MlflowSink:
+class MlflowSink(_WithSamples):
     """MLflow: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` and `mlartifacts` in the run's folder.
 
     A resumed run continues under the same id, which is kept in the run folder. Completions and histograms are
@@ -240,7 +234,7 @@ class MlflowSink:
 
         uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
         self._dir, self._metric = run_dir, Metric
-        self._samples = _Samples(completions, completions_every)
+        super().__init__(completions, completions_every)
         self._client = mlflow.MlflowClient(uri)
         existing = self._client.get_experiment_by_name(experiment)
         artifacts = (run_dir / "mlartifacts").resolve().as_uri() if uri.startswith("sqlite") else None
@@ -256,11 +250,8 @@ class MlflowSink:
         self._client.update_run(self._id, status="RUNNING")
         self.note = f"mlflow: experiment {experiment!r}; `mlflow ui --backend-store-uri {uri}` shows it"
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._samples.take(step, rows)
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        now, (table, _) = int(time.time() * 1000), self._samples.give()
+        now, (table, _) = int(time.time() * 1000), self._taken()
         numbers = [self._metric(name, value, now, step) for name, value in _numbers(metrics).items()]
         self._client.log_batch(self._id, metrics=numbers)
         if table:
@@ -284,7 +275,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-class TensorBoardSink:
+class TensorBoardSink(_WithSamples):
     """TensorBoard event files in `<run>/tensorboard`."""
 
     def __init__(
@@ -293,17 +284,15 @@ class TensorBoardSink:
         _require("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._dir, self._samples = run_dir, _Samples(completions, completions_every)
+        super().__init__(completions, completions_every)
+        self._dir = run_dir
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
         self._writer.add_text("config", f"```\n{config}\n```")
         self.note = f"tensorboard: `tensorboard --logdir {run_dir / 'tensorboard'}` shows it"
         self._last = 0
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._samples.take(step, rows)
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        table, values = self._samples.give()
+        table, values = self._taken()
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
         for name, each in values.items():
