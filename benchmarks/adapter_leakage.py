@@ -35,7 +35,7 @@ def bits(completion: Completion) -> tuple[list[int], bytes, bytes]:
 
 
 def make_adapters(model: Model, folder: Path, count: int) -> dict[str, Path]:
-    """Of ranks 1 to 16; every third adapts attention alone."""
+    """Write adapters of ranks 1 to 16; every third adapts attention alone."""
     made = {}
     for index in range(count):
         chosen = choose_targets(model.adapter_targets(), ["all-linear"] if index % 3 else ["q_proj", "o_proj"])

@@ -27,7 +27,7 @@ def progress(line: str) -> None:
 
 
 def compile_ahead(what: str, calls: Iterable[Callable[[], object]]) -> int:
-    """How many kernels there were to compile. A call that raises is left where it raised, and that is printed."""
+    """The number of kernels that were compiled. A call that raises is left where it raised, and that is printed."""
     began = time.monotonic()
     try:
         with _collected() as kernels:

@@ -94,7 +94,7 @@ def transformers_runner(folder: Path, prompts: list[list[int]], new_tokens: int,
 
 
 def tokens_per_second(runners: dict[str, Callable[[], None]], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Of each round after a warm-up. Runners take turns."""
+    """Tokens per second of each round after a warm-up. Runners take turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for index in range(rounds + 1):
         for name, run in runners.items():

@@ -37,7 +37,7 @@ def check(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of SGLang's processes."""
+    """Environment variables of SGLang's processes."""
     place = str(folder.resolve())
     made = {
         "PYTHONPATH": place,  # nothing else: it would import vLLM, too, where it finds it
@@ -56,7 +56,7 @@ def _packages(folder: Path, name: str) -> list[metadata.Distribution]:
 
 
 def arguments(folder: Path, settings: Mapping[str, Any], cuda: bool = True) -> dict[str, Any]:
-    """Of `sglang.Engine`; `settings` are those of `gpu_engine.py`. Without `cuda`: on a CPU, to try a script out."""
+    """Arguments of `sglang.Engine`; `settings` as in `gpu_engine.py`. Without `cuda`: on a CPU, to try a script out."""
     running = settings["running"]
     place = (
         {"attention_backend": "fa3", "cuda_graph_max_bs_decode": max(GRAPHS, running)}

@@ -87,7 +87,7 @@ def vllm_side(folder: Path, settings: dict[str, Any]) -> Run:
 
 
 def setups_of(shape: str, first: str) -> list[str]:
-    """Those of `SETUPS` to try, from the first on: Triton's kernels only where the shape has gated delta networks."""
+    """The `SETUPS` to try, from `first` on: Triton's kernels only where the shape has gated delta networks."""
     config = EVERY[shape][1]
     delta = "linear_attention" in config.get("text_config", config).get("layer_types", ())
     every = [setup for setup in SETUPS if setup != TRITON or delta]

@@ -97,8 +97,8 @@ def requests_of(work: str, index: int, most: int = 150000) -> tuple[list[list[in
 
 
 def cache_bytes(shape: str, works: list[str], engines: int, memory: float) -> int:
-    """Of keys and values: all requests of the largest work at once, or an engine's share of what weights leave. vLLM's
-    has the recurrent states as well."""
+    """Bytes of keys and values: all requests of the largest work at once, or an engine's share of what weights leave.
+    vLLM's have the recurrent states as well."""
     weights, token, state = bytes_of(shape)
     sizes = [sizes_of(work, 0) for work in works]
     needed = max(
@@ -235,7 +235,7 @@ def title_of(shape: str, work: str) -> str:
 
 
 def speed_figures(shape: str, work: str, found: Rounds, setups: Setups, seeded: bool) -> list[Figure]:
-    """Of one work: each engine of rlloop's beside each peer that was asked to run it."""
+    """Figures of one workload: each engine of rlloop's beside each peer."""
     import torch
 
     config, rates = EVERY[shape][1], device_rates(device_name()) if torch.cuda.is_available() else None

@@ -33,7 +33,7 @@ def ours(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tens
 
 
 def by_torch(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """As transformers does it by `grouped_mm`."""
+    """Experts as transformers computes them by `grouped_mm`."""
     experts, order = chosen.flatten().sort()
     ends = torch.searchsorted(experts, torch.arange(len(down), device=x.device), right=True).int()
     gate, up = torch._grouped_mm(x[order // chosen.shape[1]], gate_up.mT, offs=ends).chunk(2, dim=-1)

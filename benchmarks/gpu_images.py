@@ -234,7 +234,7 @@ def vllm_side(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def figures_of(mine: Found, peer: Found, facts: dict[str, Any], sizes: dict[str, Any], words: str) -> list[Figure]:
-    """Of what has been measured so far."""
+    """Figures of what has been measured so far."""
     each_has = f"{(sizes['side'] // 16) ** 2:,} patches, {sizes['text']} tokens of text"
     figures = []
     for (what, count), seconds in mine.items():

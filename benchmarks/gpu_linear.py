@@ -91,7 +91,7 @@ def times(case: Case, products: list[Product]) -> list[list[float]]:
 
 
 def beside_cublas(numbers: tuple[int, ...]) -> list[Figure]:
-    """And beside batch_invariant_ops, if it is there."""
+    """A product beside cuBLAS, and beside batch_invariant_ops if it is installed."""
     peers: dict[str, Product] = {"cuBLAS": F.linear}
     if importlib.util.find_spec(THINKING):
         module = importlib.import_module(f"{THINKING}.{THINKING}")

@@ -57,7 +57,7 @@ OPS = ops_for(NumericsProfile())
 
 
 def milliseconds(timers: list[Callable[[], float]]) -> list[list[float]]:
-    """Of one call each, in rounds in which they take turns."""
+    """Milliseconds of one call of each, in rounds in which they take turns."""
     times = [list[float]() for _ in timers]
     for index in range(ROUNDS + 2):
         for timer, each in zip(timers, times, strict=True):

@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
 
 
 def _dense(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    """Of the Qwen3 family, with 8 heads of keys and values."""
+    """A configuration of the Qwen3 family, with 8 heads of keys and values."""
     return {
         **COMMON, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8,
@@ -31,7 +31,7 @@ def _dense(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict
 
 
 def _mixture(hidden: int, layers: int, heads: int, groups: int, experts: int) -> dict[str, Any]:
-    """Of the Qwen3-MoE family: eight experts of 768 for each token."""
+    """A configuration of the Qwen3-MoE family: eight experts of 768 for each token."""
     return {
         **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden,
         "intermediate_size": 3 * hidden, "moe_intermediate_size": 768, "num_hidden_layers": layers,
@@ -170,7 +170,7 @@ def random_model(
 
 @functools.cache
 def bytes_of(shape: str) -> tuple[int, int, int]:
-    """Of all weights in bfloat16, of a token's keys and values, and of a request's recurrent states."""
+    """Bytes of all weights in bfloat16, of a token's keys and values, and of a request's recurrent states."""
     from rlloop.models import Model
     from rlloop.models.config import parse_config
     from rlloop.rollout.engine.kv_cache import bytes_per_token

@@ -201,7 +201,7 @@ def shape_of(model: str) -> str:
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """What intervals cover, those that overlap once."""
+    """Total time that the intervals cover; overlaps count once."""
     covered, end = 0.0, -np.inf
     for begin, until in sorted(spans):
         covered += max(0.0, until - max(begin, end))
@@ -210,7 +210,7 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def idle_share(run: Callable[[], object], device: str) -> float | None:
-    """Of the time that `run` takes under the profiler, what the GPU spends on no kernel, copy or fill."""
+    """Share of `run`'s time under the profiler in which the GPU runs no kernel, copy or fill."""
     from torch.profiler import ProfilerActivity, profile
 
     if device != "cuda":

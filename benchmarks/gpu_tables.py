@@ -100,7 +100,7 @@ TABLES = {
 
 
 def lacks(table: Table, gpus: int) -> str | None:
-    """What the machine lacks to run it."""
+    """The reason why this machine cannot run it."""
     if gpus < table.gpus:
         return f"needs {table.gpus} GPU{'s' * (table.gpus > 1)}, and there are {gpus}"
     if table.peer and importlib.util.find_spec(table.peer) is None:

@@ -186,7 +186,7 @@ def together(shape: str, peers: int, memory: float) -> bool:
 
 
 def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -> list[Figure]:
-    """Of one cell: rlloop's speed and memory beside each peer's, those first that count."""
+    """Figures of one cell: rlloop's speed and memory beside each peer's, those first that count."""
     words, config = EVERY[shape]
     if "rlloop" not in found:
         return []

@@ -45,7 +45,7 @@ def overhead(records: list[dict[str, Any]]) -> float:
 
 
 def seconds_to_first_token(root: Path) -> float:
-    """From before `ray.init` to a sampled token: Ray, the placement group, two actors, their models, weights."""
+    """Seconds from `ray.init` to a sampled token: Ray, the placement group, two actors, their models, weights."""
     from rlloop.launch.compose import build, compose_recipe
     from rlloop.launch.prepare import prepare
     from rlloop.launch.ray_actors import ray_parts

@@ -73,7 +73,7 @@ class Namespaces:
 
 
 def sent_bytes(link: Link) -> int:
-    """From the trainer's side into the region, since the link was made."""
+    """Bytes sent from the trainer's side into the region since the link was made."""
     return int(Path(f"/sys/class/net/{link.device}/statistics/tx_bytes").read_text())
 
 

@@ -73,7 +73,7 @@ def config_of(tiny: bool, layers: int | None = None) -> dict[str, Any]:
 
 
 def words_of(tiny: bool, layers: int | None = None) -> str:
-    """What figures call the shape."""
+    """The shape's name in figures."""
     words, config = TINY if tiny else SHAPES["0.6B"]
     whole = config["num_hidden_layers"]
     return words if layers in (None, whole) else f"{words}, {layers} of {whole} layers"
@@ -146,7 +146,7 @@ def memory_figures(said: str, peak: float, peer: str | None, theirs: float | Non
 
 
 def figures_of(found: Found, length: int, config: dict[str, Any], words: str, settings: dict[str, Any]) -> list[Figure]:
-    """Of one length, with what has been measured so far."""
+    """Figures of one length, with what has been measured so far."""
     prompt, said = settings["prompt"], title_of(length, words, settings)
     mine, other = (found[side].get(length, {}) for side in SIDES)
     how = OFFLOADED * bool(other.get("offloaded")) + OUTGROWN * bool(other.get("outgrown"))
@@ -197,7 +197,7 @@ def longest_figure(found: Found, words: str, settings: dict[str, Any], outgrown:
 
 
 class Run:
-    """What children tell, and what becomes of it."""
+    """A run of the children: collects what they tell and records it."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.end = args, folder, time.monotonic() + args.seconds
@@ -215,7 +215,7 @@ class Run:
         report("long-context", figures, packages=("triton", "transformers"), part=True, write=write)
 
     def told(self, side: str, share: float = 1.0, **more: Any) -> Iterator[dict[str, Any]]:
-        """What a side's child tells in a share of the time that is left."""
+        """The results of a side's child, given a share of the time that is left."""
         seconds = (self.end - time.monotonic()) * share
         settings = {**self.settings, "deadline": time.monotonic() + seconds, **more}
         command = [sys.executable, __file__, "--child", side, str(self.folder), json.dumps(settings)]

@@ -167,7 +167,7 @@ def watch(processes: Processes, every: int, kills: Sequence[int], seconds: float
 
 
 def growth(steps: Sequence[int], values: Sequence[float]) -> float:
-    """By 1,000 steps: the slope of a line through the second half of the looks."""
+    """Growth by 1,000 steps: the slope of a line through the second half of the looks."""
     half = len(steps) // 2
     return 1000 * float(np.polyfit(steps[half:], values[half:], 1)[0]) if len(steps) - half > 1 else 0.0
 

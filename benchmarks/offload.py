@@ -173,7 +173,7 @@ def measure(shape: str, layers: int | None, counts: list[int], setting: str, ste
 
 
 def figures_of(name: str, setting: str, run: Run, none: Run | None, peer: str) -> list[Figure]:
-    """Of one setting at one number of tokens; `none`: that without offload. `name`: of shape and tokens."""
+    """Figures of one setting at one number of tokens; `none`: that without offload. `name`: of shape and tokens."""
     of = f"{name}, {setting}"
     known: dict[str, Any] = {"lower_is_better": True}
     beside: dict[str, Any] = known if setting == "none" else {**known, "peer": peer}

@@ -107,7 +107,7 @@ def child(setting: Setting, address: str, out: Path) -> None:
 
 
 def found_by(args: argparse.Namespace, size: int, end: float) -> tuple[dict[int, Made], bool]:
-    """What so many GPUs make until then, by length, and whether they ended for another reason than memory."""
+    """Results of so many GPUs until then, by length, and whether they ended for another reason than memory."""
     given = {**vars(args), "until": end}
     with tempfile.TemporaryDirectory() as name:
         codes = run_ranks([__file__, "--child", json.dumps(given), str(size)], size, folder := Path(name))
@@ -123,7 +123,7 @@ def found_by(args: argparse.Namespace, size: int, end: float) -> tuple[dict[int,
 
 
 def figures_of(args: argparse.Namespace, found: Found, size: int, length: int) -> list[Figure]:
-    """Of one length over so many GPUs, beside one GPU where it has been measured."""
+    """Figures of one length over so many GPUs, beside one GPU where it has been measured."""
     setting, made, alone = Setting(args, 0, size), found[size].get(length), found.get(1, {}).get(length)
     if made is None:  # its ranks ended before
         return []

@@ -272,7 +272,7 @@ def main() -> None:
 
 
 def figures_of(setting: Setting, alone: Setting, seconds: dict[str, list[float]], answer: Answer) -> list[Figure]:
-    """Of what has been measured so far: seconds of steps by side, and what a rank of ours answered."""
+    """Figures of what has been measured so far: seconds of steps by side, and what a rank of ours answered."""
     work = Work(setting)
     shape = f"8B shape ({setting.config['num_hidden_layers']} layers), {setting.size} GPUs"
     title = f"RL step, {shape}, {work.count} x ({work.prompt} in, {work.new} out)"

@@ -130,7 +130,7 @@ def ours(setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
             sums._shards = ranks
 
     class _Silent(Ranks):
-        """As many bytes in memory, none of them from the network."""
+        """Ranks that move as many bytes in memory, and none over the network."""
 
         def exchange(self, x: torch.Tensor, sends: Any, receives: Any) -> torch.Tensor:
             rows = x.split(list(sends))[self.rank]

@@ -72,7 +72,7 @@ def _mamba(module: str) -> Any:
 
 
 def named_inputs(given: list[Tensor], corrects: bool) -> dict[str, Tensor]:
-    """For flash-linear-attention, which has no groups in Mamba-2, nor betas: they are multiplied into the values."""
+    """Inputs of flash-linear-attention, whose Mamba-2 has no groups or betas: they are multiplied into the values."""
     q, k, v, decay, beta = given
     if not corrects:
         q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], 1) for x in (q, k))

@@ -1,4 +1,4 @@
-"""What a device's memory bandwidth and arithmetic allow an engine or a trainer, in tokens per second.
+"""Upper bounds on an engine's or a trainer's tokens per second, by the device's memory bandwidth and arithmetic.
 
 An engine's prompts are bound by arithmetic: their operations by the peak rate. A step of decoding is bound by memory:
 it reads all weights once (of a mixture, the experts that its tokens go to, if they choose evenly), and the keys and
@@ -33,14 +33,14 @@ def layer_numbers(config: Mapping[str, Any], tokens: int) -> float:
 
 
 def total_bytes(config: Mapping[str, Any]) -> float:
-    """Of all weights."""
+    """Bytes of all weights."""
     tables = 1 if config["tie_word_embeddings"] else 2
     everything = config["num_hidden_layers"] * layer_numbers(config, 1 << 30)
     return BYTES * (everything + tables * config["vocab_size"] * config["hidden_size"])
 
 
 def token_bytes(config: Mapping[str, Any]) -> int:
-    """Of one token's keys and values."""
+    """Bytes of one token's keys and values."""
     return BYTES * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 

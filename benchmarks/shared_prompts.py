@@ -61,7 +61,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def without_sharing() -> Iterator[None]:
-    """Of forwards without a gradient, which always share where they can."""
+    """Turns sharing off in forwards without a gradient, which otherwise share where they can."""
     with ExitStack() as stack:
         for module in ("models.scoring", "trainer.trainer"):
             stack.enter_context(patch(f"rlloop.{module}.why_not_shared", return_value="the benchmark compares"))

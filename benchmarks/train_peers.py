@@ -205,7 +205,7 @@ class Peer:
         self.model.zero_grad(set_to_none=True)
 
     def gradient_norm(self) -> float:
-        """Of all gradients, in float32."""
+        """Norm of all gradients, in float32."""
         gradients = (each.grad for each in self.model.parameters() if each.grad is not None)
         squares = [torch.linalg.vector_norm(each, dtype=torch.float32).square() for each in gradients]
         return float(torch.stack(squares).sum().sqrt())
@@ -239,7 +239,7 @@ class Peer:
         return sdpa_kernel(CUDNN_FIRST, set_priority=True) if self.attention == CUDNN else contextlib.nullcontext()
 
     def _beside(self, part: Part) -> dict[str, Any]:
-        """What the model takes beside tokens: for packed sequences, what tells them from each other."""
+        """The model's arguments beside tokens: for packed sequences, what tells them from each other."""
         if part.positions is None:
             return {}
         sequence = torch.repeat_interleave(torch.tensor(part.lengths, device=self.device))  # [N] of each token

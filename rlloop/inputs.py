@@ -26,7 +26,7 @@ class BytePatches:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of `decoded`."""
+        """The shape of `decoded`."""
         count, channels, pixels = self.codes.shape
         return count, channels * self.frames * pixels
 

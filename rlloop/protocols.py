@@ -77,7 +77,7 @@ class UpdateResult(Protocol):
 
     @property
     def recomputed(self) -> Recomputed:
-        """By the update's own forward, in the order of the batch."""
+        """Logprobs by the update's own forward, in the order of the batch."""
         ...
 
     @property
@@ -218,7 +218,7 @@ class Scorer(Protocol):
     """Scores a batch of completions."""
 
     def score(self, requests: Sequence[tuple[str, str, Example]]) -> Sequence[Any]:
-        """For each (prompt, completion, example) a `RewardResult`, or a failure with `kind` and `message`."""
+        """A `RewardResult` for each (prompt, completion, example), or a failure with `kind` and `message`."""
         ...
 
 

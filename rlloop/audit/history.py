@@ -209,7 +209,7 @@ class History:
         return Rollouts(step, file.name, digest, rows, self.records.get(step), self.by_step.get(step))
 
     def signatures(self, file: Path | None = None) -> list[Signature]:
-        """Of the run, or of a witness's `file`. Those of steps that a resume undid are left out."""
+        """Signatures of the run, or of a witness's `file`. Those of steps that a resume undid are left out."""
         kept: list[Signature] = []
         for line in self._lines(SIGNATURES, file):
             try:

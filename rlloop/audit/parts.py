@@ -158,7 +158,7 @@ def _own_model(run: History, task: Task) -> tuple[Path | None, str | None]:
 
 
 def _vocabulary(run: History, model: Path | None) -> Vocabulary | None:
-    """From the newest readable checkpoint, else from the model's folder."""
+    """The vocabulary of the newest readable checkpoint, else of the model's folder."""
     from rlloop.models.config import read_config
 
     saved = CheckpointStore(run.path / "checkpoints")

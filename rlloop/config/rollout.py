@@ -97,5 +97,5 @@ class RolloutConfig:
 
     @property
     def engine_name(self) -> str:
-        """For messages."""
+        """The engine's name, for messages."""
         return str(self.engine["_target_"] if isinstance(self.engine, Mapping) else self.engine)

@@ -111,7 +111,7 @@ class EvalConfig:
 
 @dataclass
 class RayConfig:
-    """For launch=ray."""
+    """Settings of launch=ray."""
 
     address: str | None = None  # address of a running Ray cluster; null: Ray is started on this machine, for this run
     replicas: int | None = limited(  # engines besides those that share the trainer's ranks

@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in the processes of a run."""
+"""Python's garbage collector in the processes of a run: when it runs."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class UnderWay:
     def __init__(
         self, task: Task | ConversationTask, vocabulary: Vocabulary, steps: EnvironmentSteps, slice_tokens: int = 0
     ) -> None:
-        """Of a task without an environment, a conversation is one turn of the policy."""
+        """A task without an environment has conversations of one turn."""
         self.task, self.vocabulary, self._steps, self.slice_tokens = task, vocabulary, steps, slice_tokens
         self._ready: SimpleQueue[Iterator[Future[Any]]] = SimpleQueue()
         self._turns: Turns | None = None

@@ -135,7 +135,7 @@ class Partial:
         return self._version, self._history.recompute(samples)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the last step."""
+        """Metrics of the last step."""
         return self._metrics
 
     def settle(self) -> None:

@@ -61,7 +61,7 @@ class Declared:
 def read_factors(
     pairs: Mapping[str, Pair], declared: Declared, targets: Mapping[str, Target], architecture: str, folder: Path
 ) -> dict[str, Scaled]:
-    """By the target's name, in the shapes of `Target.shapes`; unknown modules under their own.
+    """Factors by the target's name, in the shapes of `Target.shapes`; unknown modules under their own.
 
     Raises `ConfigError` for ranks other than declared, and for experts' factors that do not fit together.
     """

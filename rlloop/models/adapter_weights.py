@@ -45,7 +45,7 @@ class Target:
     division: Division | None = None  # of the outputs (or experts, or heads) over ranks
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B: [r, K] and [N, r], with a first dimension of experts; B by head [H, N / H, r]."""
+        """The shapes of A and B: [r, K] and [N, r], with a first dimension of experts; B by head [H, N / H, r]."""
         groups = () if self.experts is None else (self.experts,)
         outputs = (self.outputs,) if self.heads is None else (self.heads, self.outputs // self.heads)
         return (*groups, rank, self.inputs), (*groups, *outputs, rank)
@@ -263,7 +263,7 @@ class Adapter:
 
     @property
     def factors(self) -> Mapping[int, Callable[[], Factors]]:
-        """By the id of the weight, for `AdapterSlots`."""
+        """Factors by the id of the weight, for `AdapterSlots`."""
         return self._factors
 
 

@@ -41,7 +41,7 @@ def check_profile(model: nn.Module, profile: NumericsProfile, dtype: torch.dtype
 
 
 def fingerprint(profile: NumericsProfile, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """As JSON values."""
+    """The fingerprint, as JSON values."""
     kind = device.type
     facts = {
         "dtype": str(dtype).removeprefix("torch."),

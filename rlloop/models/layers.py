@@ -113,7 +113,7 @@ class Linear(nn.Module):
         return gathered(ops.linear(gathered(x, columns), self.weight, self.bias, self.across), self.rows)
 
     def peers(self, x: Tensor, ops: Ops, columns: Division | None = None) -> PeerGathers | None:
-        """Those that make `whole`'s outputs, if any do."""
+        """The `PeerGathers` that make `whole`'s outputs, if any do."""
         peers = peers_of(self.rows)
         plain = ops.adapted(self.weight) is None and not is_packed(self.weight)
         return peers if plain and peers is not None and ops.fuses and peers.takes(x, columns, self.rows) else None

@@ -60,7 +60,7 @@ class RoutingRecord:
         self._selected = {layer: cp.gather(selected, 0, rows) for layer, selected in self._selected.items()}
 
     def record(self, layer: int, chosen: Tensor, scores: Tensor) -> None:
-        """Of a layer recomputed in a backward pass nothing is kept: these scores are the same, and their graph would
+        """A layer recomputed in a backward pass records nothing: these scores are the same, and their graph would
         keep activations of every such layer until the pass ends."""
         if layer not in self.scores:
             self._chosen[layer], self.scores[layer] = chosen, scores

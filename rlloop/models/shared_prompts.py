@@ -71,7 +71,7 @@ class Pieces:
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int]) -> Pieces:
-        """Of rows of these lengths, `shared` as `shared_tokens` counts them.
+        """The pieces of rows of these lengths, `shared` as `shared_tokens` counts them.
 
         Example: lengths [130, 133], shared [0, 128]: spans [(0, 0, 128), (0, 128, 130), (1, 128, 133)].
         """

@@ -214,7 +214,7 @@ class Model(ModelFacts, nn.Module):
         return ops.with_adapters(None if self.adapter is None else AdapterSlots(self.adapter.factors))
 
     def _ops_of_forward(self, adapters: AdapterSlots | None) -> Ops:
-        """Of one forward; `adapters` None: the model's own."""
+        """The operations of one forward; `adapters` None: the model's own."""
         if adapters is None and self.ops.adapters is not None:
             adapters = self.ops.adapters.renewed()
         return self.ops if adapters is None else self.ops.with_adapters(adapters)

@@ -35,7 +35,7 @@ class PlacedFeatures:
     features: Tensor  # [1 + L, N, D]: embeddings, then what the decoder's first L layers add
 
     def part(self, begin: int, end: int) -> PlacedFeatures | None:
-        """Those of the flat tokens `begin` up to `end`, placed among these; None without any."""
+        """The features of the flat tokens `begin` up to `end`, placed among these; None without any."""
         here = (self.rows >= begin) & (self.rows < end)
         return PlacedFeatures(self.rows[here] - begin, self.features[:, here]) if here.any() else None
 

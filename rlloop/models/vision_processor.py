@@ -216,7 +216,7 @@ def file_size(content: bytes) -> tuple[int, int]:
 
 
 def _pixels(picture: Any) -> int:
-    """Of a picture in a form that `ImageProcessor.image` takes, without decoding it; 1 for what it refuses."""
+    """Pixels of a picture that `ImageProcessor.image` takes, without decoding it; 1 for what it refuses."""
     if isinstance(picture, bytes):
         try:
             return math.prod(file_size(picture))

@@ -99,7 +99,7 @@ def without_cp(layout: Layout) -> Layout:
 
 
 def with_experts(layout: Layout, most: int) -> Layout:
-    """With the largest ep up to `most` that such a layout can have."""
+    """The layout with the largest ep up to `most` that it can have."""
     shared = layout.dp_shard * layout.cp * layout.tp
     return replace(layout, ep=next(ep for ep in range(most, 0, -1) if shared % ep == 0 and _experts_meet(layout, ep)))
 

@@ -165,7 +165,7 @@ def _of_one_name(mine: list[Call], theirs: list[Call]) -> Iterator[tuple[Call, C
 
 
 def _name(call: Call) -> tuple[str, str]:
-    """Of a layer's one convolution the layer is enough: a context-parallel rank's part of its weight has no name."""
+    """A layer's one convolution is named by the layer: a context-parallel rank's part of its weight has no name."""
     return _layer_of(call.where) if call.op == "causal_conv" else call.where, call.op
 
 

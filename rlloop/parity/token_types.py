@@ -72,7 +72,7 @@ def compare_prompt(
 
 
 def compare_first_prompt(engine: Any, trainer: Any, samples: Sequence[Sample]) -> PromptComparison | None:
-    """Of the first sample whose prompt has images; None where none has, or an engine or trainer cannot be asked."""
+    """Compares the first sample with images in its prompt; None without one, or where a side cannot be asked."""
     prefill: Callable[..., Any] | None = getattr(engine, "prefill_logprobs", None)
     score: Callable[..., Any] | None = getattr(trainer, "prompt_logprobs", None)
     if prefill is None or score is None:

@@ -67,7 +67,7 @@ def choose(
 def _processor(
     sides: Sequence[str], models: Mapping[str, ModelConfig], readers: Sequence[tuple[str, int]]
 ) -> ImageProcessor:  # fmt: skip
-    """Of the first side that reads images. Raises `ConfigError` or `ModelError` where a side takes none."""
+    """The processor of the first side that reads images. Raises `ConfigError` or `ModelError` where one takes none."""
     _refuse_text_only(sides, models)
     folder = model_folder(readers[0][0]) if readers else None
     if folder is None:

@@ -27,7 +27,7 @@ class Recorded:
         return self._sequences
 
     def only(self, kept: Sequence[Tokens]) -> Recorded:
-        """With these of its sequences."""
+        """The same run with these of its sequences."""
         chosen = {id(each) for each in kept}
         pairs = [each for each in zip(self._sequences, self._scored, strict=True) if id(each[0]) in chosen]
         return Recorded(self.name, [each for each, _ in pairs], [own for _, own in pairs])

@@ -290,7 +290,7 @@ def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
 
 
 def rollout_files(path: Path) -> list[RolloutFile]:
-    """Of each step, in order. Raises `RunError` for a damaged archive."""
+    """Files of each step's rollouts, in order. Raises `RunError` for a damaged archive."""
     folder, files = path / "rollouts", dict[str, RolloutFile]()
     for archive in folder.glob("step_*.zip"):
         files |= {file.name: file for file in packed_files(archive)}
@@ -299,7 +299,7 @@ def rollout_files(path: Path) -> list[RolloutFile]:
 
 
 def rollout_file(path: Path, step: int) -> RolloutFile | None:
-    """Of one step, if there is one."""
+    """The file of one step's rollouts, if there is one."""
     file = path / "rollouts" / f"step_{step:08d}.jsonl.zst"
     if file.exists():
         return file

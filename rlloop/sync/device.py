@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
 
 
 def compare(pairs: Sequence[tuple[DeviceBits, DeviceBits]]) -> list[Comparison]:
-    """Of each (old, new). Waits for the device once."""
+    """The changes of each (old, new). Waits for the device once."""
     per_batch = codec.CHUNK * CHUNKS // kernels.BLOCK
     blocks = [kernels.changed(old.flat, new.flat) for old, new in pairs]
     batches = [each.split(per_batch) if len(each) else () for each in blocks]
@@ -269,7 +269,7 @@ class Digests:
             self._least.append(patch.places.min())
 
     def all(self) -> dict[str, bytes]:
-        """By name. Raises `CodecError` for patches of changes outside their tensors."""
+        """All digests by name. Raises `CodecError` for patches of changes outside their tensors."""
         self._hash()
         if self._least and int(torch.stack(self._least).min()) < 0:
             raise CodecError("changes lie outside the tensor")

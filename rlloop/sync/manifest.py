@@ -307,7 +307,7 @@ def load_or_make_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_key(text: str) -> Ed25519PublicKey:
-    """From the 64 hexadecimal digits of a .pub file."""
+    """A public key from the 64 hexadecimal digits of a .pub file."""
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(text.strip()))
     except ValueError:

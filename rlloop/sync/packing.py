@@ -236,7 +236,7 @@ def _units(listing: Listing, tensors: Tensors, base: Tensors) -> list[list[str]]
 
 
 def _unchanged(names: Sequence[str], tensors: Mapping[str, Any], base: Mapping[str, Any]) -> set[str]:
-    """Those that are the same in `base`."""
+    """Names of the tensors that are the same in `base`."""
     pairs = {name: (base[name], tensors[name]) for name in names if name in base}
     if not _on_host(tensors):
         from rlloop.sync import device  # Triton's

@@ -256,7 +256,7 @@ class Replica:
         return links
 
     def _join(self, head: Head) -> None:
-        """If the live weights are already a version of the chain (a model loaded from disk), begin there."""
+        """Begin at the live weights if they are already a version of the chain (a model loaded from disk)."""
         layout = self.target.layout()
         if layout is None:
             return

@@ -28,7 +28,7 @@ class Cost:
         return link.wire_bytes * self._byte + (self._anchor * link.wire_bytes if link.base is None else self._delta)
 
     def learn(self, links: Sequence[Link], metrics: Mapping[str, float]) -> None:
-        """From the sync/* metrics of a version that was reached by `links`."""
+        """Learn from the sync/* metrics of a version that was reached by `links`."""
         sent, staging = sum(link.wire_bytes for link in links), metrics["sync/stage_seconds"]
         self._byte = _mean(self._byte, metrics["sync/fetch_seconds"] / sent)
         if all(link.base is not None for link in links):

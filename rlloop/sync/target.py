@@ -32,7 +32,7 @@ class Target(Protocol):
         ...
 
     def write(self, name: str, bits: Bits) -> None:
-        """In place. Called only inside `exclusively`."""
+        """Write in place. Called only inside `exclusively`."""
         ...
 
     def prepare(self, patches: Mapping[str, Patch], threads: int) -> Callable[[], list[str]]:

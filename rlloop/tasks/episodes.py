@@ -106,7 +106,7 @@ class Episodes(Generic[T]):
             self._loop.call_soon_threadsafe(self._pause)
 
     def turns(self, session: str) -> list[Completion]:
-        """Of one session, in the order in which they were asked for."""
+        """The turns of one session, in the order in which they were asked for."""
         return self._turns.get(session, [])
 
     def versions(self, session: str) -> list[int]:
@@ -213,7 +213,7 @@ class EpisodeServer:
         self.url = self._server.url
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """In the episodes' event loop."""
+        """Run in the episodes' event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def episodes(self, slice_tokens: int = 0) -> Episodes[Any]:

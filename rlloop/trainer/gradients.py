@@ -82,7 +82,7 @@ class GradientSum:
         self._send(missing=True)
 
     def totals(self) -> dict[str, Tensor | None]:
-        """By name the gradient's rows that this rank owns, float32 or wider; None for a parameter that no micro-batch
+        """The gradient's rows that this rank owns, by name, float32 or wider; None for a parameter that no micro-batch
         reached. Ends the sums. Collective along dp."""
         reached = [use in self._present for use in self._uses]
         self._land()

@@ -108,7 +108,7 @@ class MasterWeights:
         return self.parameters.entries[name].whole(self.part(name, rows))
 
     def part(self, name: str, rows: Tensor) -> Tensor:
-        """As `gather`, of the part that this rank computes with. Collective."""
+        """`gather` of the part that this rank computes with. Collective."""
         shard = self.shards[name]
         return shard.ranks.gather(rows.to(self.device), 0, shard.sizes)
 

@@ -133,7 +133,7 @@ class ShardedAdamW:
                     self.moment(name, key).copy_(rows)
 
     def _reached(self) -> list[Shard]:
-        """Those with a gradient, in order."""
+        """The parameters with a gradient, in order."""
         return [shard for name, shard in self._masters.shards.items() if name in self._masters.sums]
 
     def _resident(self) -> list[Piece]:

@@ -104,6 +104,6 @@ def hosted_bytes(live: nn.Parameter, ranks: Ranks) -> int:
 
 
 def padded(flat: Tensor) -> Tensor:
-    """With zeros up to whole vectors; itself where it has them."""
+    """Padded with zeros up to whole vectors; the tensor itself where it has them."""
     rest = -flat.numel() % VECTOR
     return nn.functional.pad(flat, (0, rest)) if rest else flat

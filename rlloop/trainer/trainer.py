@@ -99,7 +99,7 @@ class Trainer(BesideEngines):
         return None if self._masters.layers is None else self._masters
 
     def round_weights(self, rounding: Rounding) -> None:
-        """From now on compute with `rounding(name, weight)` in each weight's place. Gradients by the rounded weights go
+        """Compute with `rounding(name, weight)` in each weight's place from now on. Gradients by the rounded weights go
         straight through to the masters, which stay as exact as they are."""
         assert not any(shard.shares_memory for shard in self._masters.shards.values())
         assert self._masters.layers is None

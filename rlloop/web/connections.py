@@ -37,7 +37,7 @@ class _Connection:
 
 
 class Listener(socket.socket):
-    """For use by one thread. When all connections are in use, a new one replaces the one nearest to its deadline."""
+    """Accepts connections, in one thread. When all are in use, a new one replaces the one nearest to its deadline."""
 
     def __init__(self, family: int, most: int | None = None) -> None:
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # by which asyncio knows to set TCP_NODELAY

@@ -249,7 +249,7 @@ class EngineGraphs:
         return step.outputs
 
     def _adapted(self, adapters: np.ndarray | None) -> str:
-        """How many adapters a step's rows have, as in `_Form`. Drops the graphs with adapters if factors were moved."""
+        """`_Form.adapted` of a step's rows. Drops the graphs with adapters if factors were moved."""
         if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
             self._recorded = {form: step for form, step in self._recorded.items() if form.adapted == "none"}
             self._adapters_at = now

@@ -136,7 +136,7 @@ class Steps(Drawing, EngineFrontEnd):
         return self._scheduler.postprocess(flight.batch, *flight.wait())
 
     def _late(self, batch: ScheduledStep, inputs: StepTokens, drawn: Tensor) -> LateTokens:
-        """Of a step scheduled ahead, the tokens that only the device knows: `drawn` [E] by the step before."""
+        """Tokens of a step scheduled ahead that only the device knows: `drawn` [E] by the step before."""
         assert batch.source is not None
         unknown = batch.source >= 0
         return inputs.query_start[:-1][unknown], self._picked(drawn, batch.source[unknown])

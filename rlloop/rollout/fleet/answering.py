@@ -102,7 +102,7 @@ class Post:
         self._woken = False
 
     def send(self, queue: asyncio.Queue[Told | None], news: Told | None) -> None:
-        """From any thread."""
+        """Send from any thread."""
         self._sent.append((queue, news))
         if not self._woken:
             self._woken = True

@@ -113,7 +113,7 @@ class Member:
 
 
 class Membership:
-    """For one event loop. `came` is called when an engine begins to serve."""
+    """The engines of a fleet, for one event loop. `came` is called when an engine begins to serve."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ class Progress(msgspec.Struct):
 
     @classmethod
     def of(cls, version: int, metrics: Mapping[str, float]) -> Progress:
-        """From a replica's sync/* metrics."""
+        """The progress at `version`, by a replica's sync/* metrics."""
         seconds = {name: metrics.get(f"sync/{name}", 0.0) for name in cls.__struct_fields__ if name.endswith("seconds")}
         return cls(version, int(metrics.get("sync/wire_bytes", 0)), **seconds)
 

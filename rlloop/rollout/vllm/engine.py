@@ -160,7 +160,7 @@ class VllmEngine(AdapterVerbs, EngineFrontEnd):
         return NOTHING if request is None else Part(request.token_ids[begin:], *self._logprobs(request, begin))
 
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0) -> PromptScores:
-        """By the trainer's forward, beside vLLM."""
+        """Scores by the trainer's forward, beside vLLM."""
         if not self.raw_column:
             raise ConfigError("scores of a prompt would be the trainer's, not vLLM's; use the engine vllm or embedded")
         return score_prompt(self.model, prompt, top_logprobs)

@@ -120,7 +120,7 @@ class RlloopForCausalLM(nn.Module):
         return self.policy.output.whole(self.policy.logits(hidden_states, self._of_requests))
 
     def load_weights(self, weights: Any) -> set[str]:
-        """In place, by Hugging Face name; every name must be a live parameter's."""
+        """Copies weights in place, by Hugging Face name; every name must be a live parameter's."""
         live = ParameterStore(self.policy).tensors()
         loaded = set()
         with torch.no_grad():

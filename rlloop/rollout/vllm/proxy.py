@@ -37,7 +37,7 @@ def proxy_app(upstream: httpx.AsyncClient, allowed: Mapping[str, str] = ALLOWED)
     """Forwards `allowed` to `upstream`, whose base URL and key are the client's own. Answers stream through."""
 
     def forward(path: str) -> Callable[[Request], Awaitable[Response]]:
-        """To exactly this path: a request's URL is its caller's to make, by the Host header too."""
+        """Forwards to exactly this path: callers choose a request's URL, by the Host header too."""
 
         async def forwarded(request: Request) -> Response:
             headers = {name: request.headers[name] for name in ("content-type",) if name in request.headers}

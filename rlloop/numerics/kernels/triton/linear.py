@@ -238,7 +238,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _well_aligned(*tensors: Tensor) -> bool:
-    """As tensors are that a shape is tried on."""
+    """True if tensors are aligned like those that a shape is tried on."""
     return all(each.is_contiguous() and each.data_ptr() % VENDOR_ALIGNMENT == 0 for each in tensors)
 
 
