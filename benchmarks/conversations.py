@@ -164,13 +164,8 @@ def train(steps: int = 12) -> dict[str, dict[str, float]]:
     conversations.turns_of, conversations.SimpleQueue = watched, Waiting
     target = f"task._target_={Path(__file__).stem}.SlowGuess"
     sizes = ["rollout.num_prompts=8", "rollout.group_size=4", "rollout.max_tokens=32", "rollout.min_tokens=32"]
-    rest = [
-        "eval.num_draws=1",
-        "eval.every=0",
-        "checkpoint.every=0",
-        "algorithm.anchor=rollout",
-        f"trainer.num_steps={steps}",
-    ]
+    rest = ["eval.num_draws=1", "eval.every=0", "checkpoint.every=0", "algorithm.anchor=rollout"]
+    rest.append(f"trainer.num_steps={steps}")
     found = {}
     for name, prompts in (("in step", 0), ("partial", 16)):
         made.clear()

@@ -19,18 +19,11 @@ from results_schema import Figure, report
 def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        command = [
-            sys.executable,
-            "-m",
-            "rlloop",
-            "train",
-            "--config-name",
-            "countdown/gpu",
-            f"run.dir={folder / 'run'}",
-        ]
+        train = [sys.executable, "-m", "rlloop", "train", "--config-name", "countdown/gpu"]
         begin = time.perf_counter()
         # A cache of its own: what an earlier run's warm start left must not shorten this one.
-        subprocess.run([*command, *sys.argv[1:]], env={**os.environ, "RLLOOP_CACHE": place}, check=True)
+        command = [*train, f"run.dir={folder / 'run'}", *sys.argv[1:]]
+        subprocess.run(command, env={**os.environ, "RLLOOP_CACHE": place}, check=True)
         whole = time.perf_counter() - begin
         summary = json.loads((folder / "run" / "summary.json").read_text())
     solved, parity = summary["eval/solved"], summary["parity"]

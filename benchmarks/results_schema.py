@@ -27,14 +27,8 @@ from typing import Any, Self
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PARTS = (
-    "--only",
-    "--cells",
-    "--seconds",
-    "--shape",
-    "--rows",
-    "--layers",
-)  # arguments of a run that measures a part of its table
+# Arguments of a run that measures a part of its table.
+PARTS = ("--only", "--cells", "--seconds", "--shape", "--rows", "--layers")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ Compiled kernels are kept in it as well (`rlloop.numerics.folders`).
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rlloop.errors import ConfigError
@@ -23,3 +25,13 @@ def cache_root() -> Path:
         raise ConfigError(
             f"the cache {root} cannot be used: {error.strerror}; set the environment variable RLLOOP_CACHE to another"
         ) from None
+
+
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` in the cache. At first use `make(folder)` writes it, under another name until it is whole."""
+    root = cache_root()
+    if not (root / name).exists():
+        with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
+            make(Path(scratch) / "made")
+            (Path(scratch) / "made").rename(root / name)
+    return root / name

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from rlloop.algorithms import get_loss
-from rlloop.cache import cache_root
+from rlloop.cache import made_once
 from rlloop.chat import ChatTokenizer
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import load_model
@@ -23,12 +22,9 @@ VERSION, BATCH, LR, LAYERS = 2, 32, 2e-3, 3
 
 def warm_started(demonstrations: int, steps: int) -> Path:
     """The folder of the model after `steps` updates on `demonstrations` of the training problems; made at first use."""
-    root = cache_root()
-    folder = root / f"calculator-{demonstrations}-{steps}-v{VERSION}"
-    if folder.exists():
-        return folder
-    with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
-        new, trained = Path(scratch) / "new", Path(scratch) / "trained"
+
+    def make(folder: Path) -> None:
+        new = folder.with_name("new")
         write_tiny(new, WORDS, num_layers=LAYERS)
         chat = ChatTokenizer(new, eos_token_ids=read_config(new).eos_token_ids)
         rng = np.random.default_rng(0)
@@ -39,9 +35,9 @@ def warm_started(demonstrations: int, steps: int) -> Path:
         for _ in range(steps):
             trainer.forward_backward([rows[i] for i in rng.integers(0, len(rows), BATCH)], loss)
             trainer.optim_step()
-        trainer.save(trained)
-        trained.rename(folder)
-    return folder
+        trainer.save(folder)
+
+    return made_once(f"calculator-{demonstrations}-{steps}-v{VERSION}", make)
 
 
 def _sequence(chat: ChatTokenizer, problem: Problem) -> TrainSequence:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlloop.cache import cache_root
+from rlloop.cache import made_once
 from rlloop.chat import ChatTokenizer
 from rlloop.errors import ConfigError
 from rlloop.loop.environments import Message, Reply
@@ -60,13 +59,7 @@ class Guess:
     def model_folder(self) -> Path:
         if self._given is not None:
             return self._given
-        root = cache_root()
-        folder = root / f"guess-{self.numbers}-v1"
-        if not folder.exists():
-            with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
-                write_tiny(Path(scratch) / "made", self._words)
-                (Path(scratch) / "made").rename(folder)
-        return folder
+        return made_once(f"guess-{self.numbers}-v1", lambda folder: write_tiny(folder, self._words))
 
     def model_config(self) -> Mapping[str, Any]:
         return tiny_config(self._words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rlloop.algorithms import get_loss
-from rlloop.cache import cache_root
+from rlloop.cache import made_once
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import load_model, new_model, save_model
 from rlloop.models.config import parse_config
@@ -81,12 +80,9 @@ def write_model(folder: Path, seed: int = 0, config: dict[str, Any] | None = Non
 
 def warm_started(demonstrations: int, steps: int) -> Path:
     """The folder of the model after `steps` updates on `demonstrations` pictures; made at first use."""
-    root = cache_root()
-    folder = root / f"images-{demonstrations}-{steps}-v{VERSION}"
-    if folder.exists():
-        return folder
-    with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
-        new, trained = Path(scratch) / "new", Path(scratch) / "trained"
+
+    def make(folder: Path) -> None:
+        new = folder.with_name("new")
         write_model(new)
         prompts, rng = Prompts(new), np.random.default_rng(0)
         rows = []
@@ -98,6 +94,6 @@ def warm_started(demonstrations: int, steps: int) -> Path:
         for _ in range(steps):
             trainer.forward_backward([rows[i] for i in rng.integers(0, len(rows), BATCH)], loss)
             trainer.optim_step()
-        trainer.save(trained)
-        trained.rename(folder)
-    return folder
+        trainer.save(folder)
+
+    return made_once(f"images-{demonstrations}-{steps}-v{VERSION}", make)

@@ -18,6 +18,7 @@ from rlloop.errors import ConfigError
 from rlloop.loop.conversations import Played, SingleTurn
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine
+from rlloop.tasks.epochs import in_epochs
 from rlloop.types import Completion, Example, RewardResult, SamplingParams
 
 from ..custom.data import DataSection, Row, is_messages, read_rows, row_id
@@ -80,12 +81,7 @@ class Given:
         return self.path
 
     def train_examples(self, step: int, count: int) -> list[Example]:
-        size, first = len(self._training), (step - 1) * count
-        orders = {
-            epoch: np.random.default_rng((self.seed, epoch)).permutation(size)
-            for epoch in range(first // size, (first + count - 1) // size + 1)
-        }
-        return [self._training[orders[at // size][at % size]] for at in range(first, first + count)]
+        return [self._training[index] for index in in_epochs(self.seed, len(self._training), step, count)]
 
     def eval_examples(self, count: int) -> list[Example]:
         return [self._held_out[index % len(self._held_out)] for index in range(count)]

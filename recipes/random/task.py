@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlloop.cache import cache_root
+from rlloop.cache import made_once
 from rlloop.errors import ConfigError
 from rlloop.parity.certificate import content_digest
 from rlloop.types import Example
@@ -45,15 +44,13 @@ class RandomModel:
     def model_folder(self) -> Path:
         if self._given is not None:
             return self._given
-        root = cache_root()
-        folder = root / f"random-{content_digest({'config': self._config, 'dtype': self._dtype})[:16]}"
-        if not folder.exists():
-            from rlloop.models import new_model, save_model
+        digest = content_digest({"config": self._config, "dtype": self._dtype})
+        return made_once(f"random-{digest[:16]}", self._make)
 
-            with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
-                save_model(new_model(self._config, 0, dtype=self._dtype), Path(scratch) / "made")
-                (Path(scratch) / "made").rename(folder)
-        return folder
+    def _make(self, folder: Path) -> None:
+        from rlloop.models import new_model, save_model  # imports torch
+
+        save_model(new_model(self._config, 0, dtype=self._dtype), folder)
 
     def model_config(self) -> Mapping[str, Any]:
         return self._config

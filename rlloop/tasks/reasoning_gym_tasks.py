@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlloop.chat import ChatTokenizer, Template
 from rlloop.config.instantiate import needs
 from rlloop.errors import ConfigError
+from rlloop.tasks.epochs import in_epochs
 from rlloop.types import Example, RewardResult
 
 SYSTEM = "Solve the problem. End with the final answer between <answer> and </answer>."
@@ -63,13 +62,7 @@ class ReasoningGym:
         return self.path
 
     def train_examples(self, step: int, count: int) -> list[Example]:
-        size, first = self._sizes["train"][1], (step - 1) * count
-        orders = {
-            epoch: np.random.default_rng((self.seed, epoch)).permutation(size)
-            for epoch in range(first // size, (first + count - 1) // size + 1)
-        }
-        indices = [int(orders[at // size][at % size]) for at in range(first, first + count)]
-        return [self._example("train", index) for index in indices]
+        return [self._example("train", index) for index in in_epochs(self.seed, self._sizes["train"][1], step, count)]
 
     def eval_examples(self, count: int) -> list[Example]:
         return [self._example("eval", index % self._sizes["eval"][1]) for index in range(count)]

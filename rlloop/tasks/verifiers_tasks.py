@@ -27,6 +27,7 @@ from rlloop.loop.joining import joined, recorded
 from rlloop.parity.asked import Vocabulary
 from rlloop.protocols import Engine
 from rlloop.tasks.episodes import Episodes, EpisodeServer
+from rlloop.tasks.epochs import in_epochs
 from rlloop.types import Completion, Example, SamplingParams
 
 KEY = "RLLOOP_EPISODES_KEY"  # the environment variable from which verifiers' client reads the address's key
@@ -93,12 +94,8 @@ class Verifiers:
         return self.path
 
     def train_examples(self, step: int, count: int) -> list[Example]:
-        size, first = len(self._training), (step - 1) * count
-        orders = {
-            epoch: np.random.default_rng((self.seed, epoch)).permutation(size)
-            for epoch in range(first // size, (first + count - 1) // size + 1)
-        }
-        return [self._example(self._training[int(orders[at // size][at % size])]) for at in range(first, first + count)]
+        indices = in_epochs(self.seed, len(self._training), step, count)
+        return [self._example(self._training[index]) for index in indices]
 
     def eval_examples(self, count: int) -> list[Example]:
         return [self._example(self._held_out[index % len(self._held_out)]) for index in range(count)]

@@ -43,7 +43,7 @@ def train(tmp_path_factory: pytest.TempPathFactory):
     """Trains in a folder of its own; (exit code, the run's folder)."""
     folder = tmp_path_factory.mktemp("talks")
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-        patch.setattr(warm_start, "cache_root", lambda: folder)
+        patch.setattr("rlloop.cache.cache_root", lambda: folder)
 
         def run(name: str, task: str, *overrides: str) -> tuple[int, Path]:
             named = [f"run.dir={name}", f"task._target_=tests.support.picture_talk.{task}"]

@@ -11,17 +11,8 @@ from rlloop.algorithms.losses import LOSSES
 Ragged = list[list[float]]
 WHOLE_STEP = [name for name, loss in LOSSES.items() if getattr(loss, "whole_step", False)]
 POLICY_LOSSES = [name for name in LOSSES if name not in ("sft", "distillation", *WHOLE_STEP)]
-TENSORS = (
-    "logprobs",
-    "entropy",
-    "old_logprobs",
-    "rollout_logprobs",
-    "advantages",
-    "sequence",
-    "mask",
-    "ref_logprobs",
-    "weights",
-)
+TENSORS = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages", "sequence", "mask",
+           "weights")  # fmt: skip
 
 
 def make_batch(

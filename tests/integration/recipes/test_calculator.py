@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlloop.cli.main import main
-from rlloop.recipes.calculator import warm_start
 from rlloop.recipes.calculator.task import LARGEST, TOOLS, Calculator, problems
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.types import Example
@@ -45,7 +44,7 @@ def test_every_problem_can_be_solved_by_its_calls():
 @pytest.fixture
 def trained(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warm_start, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr("rlloop.cache.cache_root", lambda: tmp_path)
     sizes = ["rollout.num_prompts=2", "rollout.group_size=3", "trainer.num_steps=1", "eval.num_draws=2"]
     warm = ["task.demonstrations=4", "task.warm_steps=12"]
     assert main(["train", "--config-name", "calculator", "run.dir=run", *sizes, *warm]) == 0

@@ -38,10 +38,7 @@ SMALL = {
 OVERRIDES = [
     *(f"task.{key}={value}" for key, value in SMALL.items() if not isinstance(value, dict)),
     *(f"task.{key}.{name}={value}" for key in ("model", "warm_start") for name, value in SMALL[key].items()),
-    "rollout.num_prompts=4",
-    "rollout.group_size=4",
-    "trainer.num_steps=2",
-    "eval.num_draws=8",
+    *("rollout.num_prompts=4", "rollout.group_size=4", "trainer.num_steps=2", "eval.num_draws=8"),
 ]
 
 

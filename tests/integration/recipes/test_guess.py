@@ -12,7 +12,6 @@ from rlloop.chat import ChatTokenizer
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.recipes.custom.tiny import END, write_tiny
-from rlloop.recipes.guess import task
 from rlloop.recipes.guess.task import Guess, NumberGuessing
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.testing import planted_fault
@@ -28,7 +27,7 @@ TINY = [
 def working_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(task, "cache_root", lambda: tmp_path / "cache")  # of models; compiled kernels may stay
+    monkeypatch.setattr("rlloop.cache.cache_root", lambda: tmp_path / "cache")  # of models; compiled kernels may stay
 
 
 def test_the_game():

@@ -28,7 +28,6 @@ from rlloop.dashboard.server import make_app
 from rlloop.errors import RunError
 from rlloop.loop.loop import Loop
 from rlloop.models.vision_processor import ImageProcessor
-from rlloop.recipes.images import warm_start
 from rlloop.recipes.images.task import Pictures, answer_reward, questions
 from rlloop.rollout.engine.service import EngineService
 from rlloop.rollout.fleet.engine_server import EngineServer
@@ -52,7 +51,7 @@ SMALL = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("images")
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-        patch.setattr(warm_start, "cache_root", lambda: folder)
+        patch.setattr("rlloop.cache.cache_root", lambda: folder)
         assert main(["train", "--config-name", "images", "run.dir=run", *SMALL]) == 0
         yield folder / "run"
 

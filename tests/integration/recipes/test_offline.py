@@ -30,15 +30,8 @@ def train(place, monkeypatch):
     monkeypatch.chdir(place)
 
     def run(recipe: str, name: str, model: str, data: str, *more: str) -> list[dict]:
-        command = [
-            "train",
-            "--config-name",
-            recipe,
-            f"model.path={model}",
-            f"data.path={data}.jsonl",
-            f"run.dir={name}",
-        ]
-        assert main([*command, *TOKENS, *more]) == 0
+        where = [f"model.path={model}", f"data.path={data}.jsonl", f"run.dir={name}"]
+        assert main(["train", "--config-name", recipe, *where, *TOKENS, *more]) == 0
         records = list(read_records(place / name / "metrics.jsonl"))
         assert all(record["parity/tokens_different"] == 0 for record in records[1:])
         return records

@@ -4,7 +4,6 @@ import pytest
 
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
-from rlloop.recipes.random import task
 from rlloop.recipes.random.task import RandomModel, even_tokens
 from rlloop.runs.folder import read_records
 from rlloop.types import Example
@@ -17,7 +16,7 @@ SHAPE = {
 
 def test_it_trains_at_zero_kld(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(task, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr("rlloop.cache.cache_root", lambda: tmp_path)
     small = [f"task.config.{key}={value}" for key, value in SHAPE.items()]
     small += ["device=cpu", "task.prompt_tokens=6", "rollout.num_prompts=2", "rollout.group_size=4"]
     small += ["rollout.max_tokens=8", "trainer.num_steps=2", "trainer.max_batch_tokens=64", "eval.num_draws=4"]

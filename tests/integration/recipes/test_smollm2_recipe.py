@@ -33,29 +33,19 @@ def test_problems_are_right_and_on_one_side(place):
         assert reward("", row["completion"], Example("e", [], "", row)).solved
         assert reward("", row["completion"], Example("e", [], "", {"answer": row["completion"]})).solved
     example = Example("e", [], "", {"answer": "7"})
-    assert [reward("", text, example).reward for text in ("<answer>8</answer>", "7", "<answer> 7 </answer>")] == [
-        0.1,
-        0,
-        1,
-    ]
+    rewards = [reward("", text, example).reward for text in ("<answer>8</answer>", "7", "<answer> 7 </answer>")]
+    assert rewards == [0.1, 0, 1]
 
 
 def sft_then_rl(model: str, *more: str) -> None:
-    sizes = [
-        "trainer.num_steps=1",
-        "eval.num_draws=2",
-        "eval.every=0",
-        "eval.temperature=0",
-        "data.eval_fraction=0.3",
-        *more,
-    ]
+    sizes = ["trainer.num_steps=1", "eval.num_draws=2", "eval.every=0", "eval.temperature=0", "data.eval_fraction=0.3"]
     for name, path, recipe, batch in (
         ("sft", model, "smollm2/sft", ["rollout.num_prompts=4"]),
         ("rl", "sft/checkpoints/step_1", "smollm2", ["rollout.num_prompts=2", "rollout.group_size=2"]),
     ):
         data = "demonstrations" if name == "sft" else "problems"
         where = [f"model.path={path}", f"data.path=data/{data}.jsonl", f"run.dir={name}"]
-        assert main(["train", "--config-name", recipe, *where, *batch, *sizes]) == 0
+        assert main(["train", "--config-name", recipe, *where, *batch, *sizes, *more]) == 0
         record = list(read_records(Path(name) / "metrics.jsonl"))[1]
         assert record["parity/tokens"] > 8
         assert record["parity/tokens_different"] == 0

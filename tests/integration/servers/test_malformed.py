@@ -131,18 +131,8 @@ def of_trainer() -> list[tuple[str, str, bytes]]:
 
 def of_dashboard() -> list[tuple[str, str, bytes]]:
     runs = ["zero", "", "..", "/", "\0", "é", "x" * 5000, "%ff"]
-    paths = [
-        "totals",
-        "series",
-        "series.csv",
-        "record",
-        "certificate",
-        "config",
-        "rollouts",
-        "rollout",
-        "log",
-        "panels",
-    ]
+    paths = ["totals", "series", "series.csv", "record", "certificate", "config"]
+    paths += ["rollouts", "rollout", "log", "panels"]
     numbers = ["record?run=zero&step", "certificate?run=zero&last", "rollouts?run=zero&step", "rollouts?run=zero&group",
                "rollouts?run=zero&limit", "rollouts?run=zero&offset", "rollout?run=zero&line=0&step",
                "rollout?run=zero&step=1&line", "series?run=zero&generation=0&after"]  # fmt: skip

@@ -24,13 +24,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("verifiers") is None, reason="needs verifiers: make test-environments"),
     pytest.mark.skipif(shutil.which("uv") is None, reason="the null harness of verifiers is started by uv"),
 ]
-SMALL = [
-    "rollout.num_prompts=1",
-    "rollout.group_size=2",
-    "rollout.max_tokens=6",
-    "trainer.num_steps=1",
-    "trainer.lr=1e-2",
-]
+SIZES = ["rollout.num_prompts=1", "rollout.group_size=2", "rollout.max_tokens=6"]
+SMALL = [*SIZES, "trainer.num_steps=1", "trainer.lr=1e-2"]
 
 
 @pytest.fixture

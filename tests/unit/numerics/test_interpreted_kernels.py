@@ -27,16 +27,8 @@ CASES = {
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 @pytest.mark.parametrize("name", CASES)
 def test_what_holds_on_a_cpu_holds_for_kernels_of_gpus(name: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.support.interpreted_kernels",
-    ]
+    plugins = ["-p", "no:cacheprovider", "-p", "tests.support.interpreted_kernels"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins]
     done = subprocess.run([*command, *CASES[name]], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
