@@ -6,11 +6,11 @@ rlloop's engine with `rollout.layout.tp=N`, beside vLLM's at `tensor_parallel_si
 batch-invariant. Each runs a round to warm up; when all have, they take turns, a workload at a time, in three rounds on
 new prompts; least, median and most are printed, and medians recorded, of each workload as soon as it is done, or as an
 interrupt (or SIGTERM) ends it after two rounds. Every rank must make the same tokens. rlloop's requests have seeds,
-which cost it nothing; vLLM's have none, which is faster. CACHE_GIB=11 in the environment lets the engines fit on GPUs
-of 80 GB together. Where requests wait for room in the cache, rlloop may record steps with prompts as CUDA graphs in a
-measured round, 0.1 to 0.2 s each (vLLM records all at its start): `Engine.prepare()` records nothing over ranks, nor
-on one GPU such steps in contexts of more than 1,024 tokens. `--profile`: the first GPU's kernels by a step instead, of
-rlloop alone; nothing is recorded.
+which cost it nothing; vLLM's have none, which is faster. Each engine records its CUDA graphs before its first round:
+vLLM as it starts, rlloop by `Engine.prepare`, for as many and as long requests as here. CACHE_GIB=11 in the environment
+lets the engines fit on GPUs of 80 GB together; where requests then wait for room in the cache, rlloop may still record
+steps with prompts beside contexts of more than 1,024 tokens in a measured round, 0.1 to 0.2 s each. `--profile`: the
+first GPU's kernels by a step instead, of rlloop alone; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def rlloop_side(folder: str, tp: int, rank: int, kind: str) -> tuple[Run, Any]:
     engine = rlloop.Engine(
         model, max_cache_tokens=CACHE_BYTES // (TOKEN_BYTES // tp), max_running=RUNNING, max_batch_tokens=8192
     )
+    engine.prepare(RUNNING, LONGEST)
 
     def run(requests: list[Request]) -> list[list[int]]:
         sampling = [rlloop.SamplingParams(new, seed=seed, ignore_eos=True) for _, new, seed in requests]

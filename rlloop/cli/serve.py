@@ -114,10 +114,10 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> None:
         model = model if lora is None else with_lora(model, lora, seed=0)
         if args.engine is EngineKind.embedded:
             engine = Engine(model, **settings_of(args))
-            if not args.no_warm_up and (recorded := engine.prepare()):
-                print(f"rlloop engine: {recorded} steps recorded as CUDA graphs", flush=True)
         else:
             engine = vllm.build(args.engine, model, **settings_of(args))
+    if isinstance(engine, Engine) and not args.no_warm_up and (recorded := engine.prepare()):
+        print(f"rlloop engine: {recorded} steps recorded as CUDA graphs", flush=True)
     service = EngineService(engine, max_waiting=args.max_waiting)
     for name, folder in adapters.items():
         service.load_adapter(name, folder)

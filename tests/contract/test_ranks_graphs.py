@@ -8,29 +8,14 @@ import pytest
 import torch
 
 from rlloop import Engine
-from rlloop.models import Model, new_model
-from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
-from rlloop.rollout.engine import graphs
+from rlloop.rollout.engine import step_ranks
 from rlloop.rollout.engine.graphs import EngineGraphs
+from tests.support.rank_models import CONFIG, CPU, EXPERTS, model
 from tests.support.ranks import run_ranks
 from tests.support.replayed_graphs import Work, count_replays, replaying
-from tests.support.traffic import VOCABULARY, bits, traffic
-
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 48,
-    "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 256, "tie_word_embeddings": False, "initializer_range": 0.1, "eos_token_id": 2,
-}  # fmt: skip
-EXPERTS = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
-CPU = torch.device("cpu")
-
-
-def model(context: ParallelContext | None = None, more: dict[str, Any] | None = None) -> Model:
-    return new_model({**CONFIG, **(more or {})}, seed=0, context=context)
+from tests.support.traffic import bits, traffic
 
 
 def sampled(layout: Layout, trouble: str) -> tuple[list[Any], dict[str, int], str]:
@@ -53,7 +38,7 @@ def sampled(layout: Layout, trouble: str) -> tuple[list[Any], dict[str, int], st
 
         patch.setattr(EngineGraphs, "_record_prompts", noted)
         if context.rank == 1 and trouble == "no room":
-            patch.setattr(torch.cuda, "mem_get_info", lambda device: (graphs.ROOM - 1, 80 << 30))
+            patch.setattr(torch.cuda, "mem_get_info", lambda device: (step_ranks.ROOM - 1, 80 << 30))
         elif context.rank == 1 and trouble:
             patch.setattr(EngineGraphs, "_captured", fails)
         more = EXPERTS if layout.ep > 1 else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model
-from rlloop.rollout.engine import graph_sizes, graphs, steps
+from rlloop.rollout.engine import graph_sizes, graphs, step_ranks, steps
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.engine.drawing import to_host
 from rlloop.rollout.engine.engine import Engine
@@ -39,7 +39,7 @@ def count_replays(monkeypatch: pytest.MonkeyPatch, long: int = graph_sizes.LONG)
 
     monkeypatch.setattr(EngineGraphs, "_captured", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (graphs.ROOM, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (step_ranks.ROOM, 80 << 30))
     monkeypatch.setattr(graphs, "SEEN", 1)
     monkeypatch.setattr(graph_sizes, "LONG", long)
     # On a CPU what goes to the host is no copy yet, and the next replay writes over it.
@@ -47,13 +47,13 @@ def count_replays(monkeypatch: pytest.MonkeyPatch, long: int = graph_sizes.LONG)
     return counts
 
 
-def replaying(model: Model, **settings: Any) -> Engine:
+def replaying(model: Model, kind: type[Engine] = Engine, **settings: Any) -> Engine:
     """An engine with graphs, and what is spare on a GPU."""
-    engine = Engine(model, **settings)
+    engine = kind(model, **settings)
     size, room = engine.page_size, engine._num_blocks * engine.page_size
     rows = engine._max_running + engine._saved_states
     engine._cache = PagedCache(
-        model.cache_spec(), room, model.dtype, model.device, model.state_spec(), rows, spare=size
+        model.cache_spec(), room, model.dtype, model.device, model.state_spec(), rows, size, engine.sleeps
     )  # fmt: skip
     engine._choices = ChoiceStore.of(model, room + size)
     engine._graphs = EngineGraphs(model, engine._cache, size, engine._choices)

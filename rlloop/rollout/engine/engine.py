@@ -133,11 +133,20 @@ class Engine(AdapterVerbs, Steps):
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them
         self._last_warp = ([], LogitsProcessing())
 
-    def prepare(self) -> int:
-        """Record the usual steps as CUDA graphs before the first request; returns their number. 0 on a CPU."""
+    def prepare(self, requests: int = 256, tokens: int = 1024) -> int:
+        """Record the usual steps as CUDA graphs before they come: those of up to `requests` requests of up to `tokens`
+        tokens each, prompt and completion, but with prompts only in contexts of up to 1,024 tokens. Returns the number
+        of graphs; 0 on a CPU.
+
+        Ranks record the same ones, and the log names a rank that cannot; where one is interrupted all stop, and can be
+        used.
+        """
+        for name, value in (("requests", requests), ("tokens", tokens)):
+            if value < 1:
+                raise ConfigError(f"Engine.prepare's {name} is {value}; it must be at least 1")
         self.wake_up()
         with torch.inference_mode():
-            return 0 if self._graphs is None else self._graphs.prepare(self._max_running)
+            return 0 if self._graphs is None else self._graphs.prepare(min(requests, self._max_running), tokens)
 
     # ---------------------------------------------------------------------------------------------- step by step
 

@@ -10,16 +10,18 @@ Steps with prompts (prefill, decoding beside it or not) are recorded up to `MOST
 pace with the device, and when `SEEN` steps of their form have come; the `KEPT` latest used are kept. The form has a
 number of tokens, too; padding makes up further rows in a spare page. Logits are left to the engine.
 
-A server records the usual steps before it answers (`prepare`): each takes longer than a request may wait.
+A server records the usual steps before it answers (`prepare`): each takes longer than a request may wait. Ranks that
+take their steps together record the same ones in the same order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,11 +30,14 @@ from torch import Tensor
 from rlloop.models.routing_record import RoutingRecord
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, LogitsProcessing
 from rlloop.numerics.ops import Ops
+from rlloop.parallel.interrupts import held_back
 from rlloop.rollout.engine.adapters import single
 from rlloop.rollout.engine.choice_store import ChoiceStore
-from rlloop.rollout.engine.graph_sizes import at_least, multiple, rounded, rounded_rows, rounded_tokens
+from rlloop.rollout.engine.graph_forms import Form, PromptInputs, decode_forms, prompt_forms
+from rlloop.rollout.engine.graph_sizes import at_least, rounded, rounded_rows, rounded_tokens
 from rlloop.rollout.engine.kv_cache import PagedCache
 from rlloop.rollout.engine.scheduler import ScheduledStep
+from rlloop.rollout.engine.step_ranks import StepRanks, Stopped
 from rlloop.rollout.engine.step_tokens import LateTokens, StepTokens, with_late
 
 if TYPE_CHECKING:
@@ -42,59 +47,20 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
-ROOM = 2 << 30  # bytes that each tensor-parallel rank has free before they record one: none may fail in the middle
-PREPARED = 256, 64  # rows of the steps that `prepare` records: that draw, and that leave that to the host
+HOST_DRAWN = 64  # rows of the steps that `prepare` records and that leave drawing to the host, at most
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
 PAGES = 7  # the column of `_Recorded.inputs` where they begin
-
-
-class _Form(NamedTuple):
-    """Padded sizes and variant of a step, for which a graph is recorded."""
-
-    rows: int
-    pages: int  # of a row
-    adapted: str  # rows have "none", "one" or "many" adapters
-    draws: bool = False
-    tokens: int = 0  # of a step with prompts; 0: each row decodes one
-    decoding: int = 0  # rows of them that come first, have one token, and are read apart
 
 
 @dataclass(frozen=True)
 class _Recorded:
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]  # logits; or ids [R] int64 and, packed, [3, R] int32; of prompts hidden states [T, D]
-    # int64; of prompts `_PromptInputs`, else [R, 7 + B]: token, adapter's slot, index, position, slot, seed, row, and
+    # int64; of prompts `PromptInputs`, else [R, 7 + B]: token, adapter's slot, index, position, slot, seed, row, and
     # first slots of pages
     inputs: Tensor
     layout: AttentionLayout | None = None  # its tensors, which a step that decodes fills from `inputs`
-
-
-class _PromptInputs(NamedTuple):
-    """Inputs of a step with prompts: parts of one tensor, or of an array to copy into it; int64."""
-
-    tokens: Any  # [4, T]: token, adapter's slot, position, slot
-    starts: Any  # [R + 1]: where rows begin
-    context: Any  # [R]
-    rows: Any  # [R], of the states
-    pages: Any  # [R, B]: their first slots
-
-    @classmethod
-    def shapes(cls, form: _Form) -> list[tuple[int, ...]]:
-        return [(4, form.tokens), (form.rows + 1,), (form.rows,), (form.rows,), (form.rows, form.pages)]
-
-    @classmethod
-    def size(cls, form: _Form) -> int:
-        return sum(multiple(int(np.prod(shape)), 2) for shape in cls.shapes(form))
-
-    @classmethod
-    def of(cls, flat: Any, form: _Form) -> _PromptInputs:
-        parts, begin = [], 0
-        for shape in cls.shapes(form):
-            count = int(np.prod(shape))
-            parts.append(flat[begin : begin + count].reshape(shape))
-            begin += multiple(count, 2)  # at addresses that kernels take as they are
-        return cls(*parts)
 
 
 class EngineGraphs:
@@ -102,20 +68,19 @@ class EngineGraphs:
 
     def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
-        self._recorded: dict[_Form, _Recorded] = {}
-        self._seen: Counter[_Form] = Counter()  # steps with prompts
+        self._recorded: dict[Form, _Recorded] = {}
+        self._seen: Counter[Form] = Counter()  # steps with prompts
         self._hidden: Tensor | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         # An indexer reads lengths on the host, and so may implementations of others. Many rows of packed weights are
         # unpacked, and a graph would keep that memory; fp8 weights may be, once for all steps until they change. Ranks
         # that share experts would send all tokens everywhere; in a pipeline it has not been tried.
         profile, layout = model.ops.profile, model.context.layout
-        self._alone = layout.layers_alone and layout.pp == 1
-        self._tp = model.context.tp
-        plain = self._alone or (model.config.mixture is None and layout.pp == layout.cp == 1)
+        plain = layout.pp == layout.cp == 1 and (layout.layers_alone or model.config.mixture is None)
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
         self._packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
         self._records_prompts = own and plain and not self._packed and model.indexed_layers() == 0
+        self._ranks = StepRanks(model.context)
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
         self.least = (1, 1)  # rows and pages of the graphs that are replayed
@@ -161,7 +126,7 @@ class EngineGraphs:
             return None
         most = (first := decodes and rounded_rows(decodes)) + rounded_rows(len(rows) - decodes + 1)
         _, width = self.shape(len(rows), pages.shape[1])
-        form = _Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
+        form = Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
         room = width * self._page_size  # no row that fills up may be longer
         rest = most - first - (len(rows) - decodes)
         if form.tokens - count > room * rest or form.tokens > min(MOST_TOKENS, room * (most - first)):
@@ -177,38 +142,48 @@ class EngineGraphs:
             return hidden[:count]
         return torch.cat((hidden[:decodes], hidden[first : first + count - decodes]))
 
-    def prepare(self, most: int) -> int:
-        """Record the steps of up to `most` requests with at most `LEAST_TOKENS` tokens each; returns their number.
+    def prepare(self, requests: int, tokens: int) -> int:
+        """Record the steps of up to `requests` requests of up to `tokens` tokens each; returns the number of graphs.
 
-        Not where ranks compute a step together: all would have to take part. What does not fit into memory is left out.
+        What does not fit into memory is left out. Ranks that compute steps together call this together, and stop
+        together where one of them cannot go on, which the log names, or is interrupted.
         """
-        if not self._alone:
-            return 0
-        most = min(most, PREPARED[1]) if self._packed else most  # beyond, graphs keep weights that are unpacked
-        try:
-            self._prepare(most)
-        except RuntimeError as error:
-            logger.warning("%d steps are recorded, others when they come: %s", len(self._recorded), error)
+        if self._packed:  # beyond, graphs keep weights that are unpacked
+            requests = min(requests, HOST_DRAWN)
+        with held_back() as interrupt:
+            try:
+                for form in self._usual(requests, tokens):
+                    self._ranks.check("interrupted" if interrupt.asked else "")
+                    if form.tokens:
+                        self._record_prompts(form)
+                    else:
+                        self._record_together(form)
+                self._ranks.check_room()
+                with self._ranks.agreeing():
+                    self._launch_draws(min(requests, HOST_DRAWN))
+            except Stopped as why:
+                logger.warning("%d steps are recorded, others when they come: %s", len(self._recorded), why)
         return len(self._recorded)
 
-    def _prepare(self, most: int) -> None:
-        _, width = self.shape(1, 1)
-        for draws, rows in zip((True, False), PREPARED, strict=True):
-            if draws and self._model.ops.profile.token_logprob != "rlloop":
-                continue  # the engine draws
-            for size in sorted({rounded(n, finely=draws) for n in range(1, min(rows, most) + 1)}):
-                if (form := _Form(size, width, "none", draws)) not in self._recorded:
-                    self._record(form)
-        counts = sorted({rounded_tokens(n) for n in range(1, MOST_TOKENS + 1)})
-        for rows in sorted({rounded_rows(n + 1) for n in range(1, min(PREPARED[0], most + 1))}):
-            for tokens in counts:
-                form = _Form(rows, width, "none", tokens=tokens)
-                fits = rows <= tokens <= rows * width * self._page_size
-                if self._records_prompts and fits and form not in self._recorded:
-                    self._record_prompts(form)
-        # What follows prompts is launched one by one: each number of rows may be another variant of a kernel.
+    def _usual(self, requests: int, tokens: int) -> Iterator[Form]:
+        """Of the steps of so many requests those that are not recorded, and can be; the same on all ranks."""
+        pages = range(1, -(-min(tokens, self._model.max_positions) // self._page_size) + 1)
+        widths = sorted({self.shape(1, n)[1] for n in pages})
+        forms = decode_forms(min(requests, HOST_DRAWN), widths, draws=False)
+        if self._model.ops.profile.token_logprob == "rlloop":  # else the engine draws
+            finely = self._model.context.layout.expert_leaves == 1
+            forms = [*decode_forms(requests, widths, draws=True, finely=finely), *forms]
+        # In longer contexts prompts come in many forms, of which a run has few.
+        room = widths[0] * self._page_size
+        prompts = prompt_forms(requests, widths[0], room, MOST_TOKENS)
+        for form in chain(forms, prompts):
+            if form not in self._recorded and (self._records_prompts or not form.tokens):
+                yield form
+
+    def _launch_draws(self, most: int) -> None:
+        """What follows prompts is launched one by one: each number of rows may be another variant of a kernel."""
         model, device = self._model, self._model.device
-        for rows in range(1, min(PREPARED[1], most) + 1):
+        for rows in range(1, most + 1):
             hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
             indices = torch.ones(rows, dtype=torch.int64, device=device)
             model.output.sample(model.logits(hidden), LogitsProcessing(), indices, indices)
@@ -232,7 +207,7 @@ class EngineGraphs:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         count, pages = inputs.block_start.shape
         least = self.shape(count, pages, draws=draws)
-        form = _Form(max(least[0], self.least[0]), max(least[1], self.least[1]), self._adapted(adapters), draws)
+        form = Form(max(least[0], self.least[0]), max(least[1], self.least[1]), self._adapted(adapters), draws)
         step = self._recorded.get(form) or self._record(form)
         staging = torch.empty(form.rows, PAGES + form.pages, dtype=torch.int64, pin_memory=step.inputs.is_cuda)
         host = staging.numpy()
@@ -249,19 +224,19 @@ class EngineGraphs:
         return step.outputs
 
     def _adapted(self, adapters: np.ndarray | None) -> str:
-        """`_Form.adapted` of a step's rows. Drops the graphs with adapters if factors were moved."""
+        """`Form.adapted` of a step's rows. Drops the graphs with adapters if factors were moved."""
         if adapters is not None and self._adapters_at != (now := self._model.adapters.moves):
             self._recorded = {form: step for form, step in self._recorded.items() if form.adapted == "none"}
             self._adapters_at = now
         return "none" if adapters is None else "one" if single(adapters) else "many"
 
     def _stage(
-        self, inputs: Tensor, form: _Form, given: tuple[np.ndarray | int, ...], decodes: int, counts: np.ndarray,
+        self, inputs: Tensor, form: Form, given: tuple[np.ndarray | int, ...], decodes: int, counts: np.ndarray,
         context: np.ndarray, pages: np.ndarray, rows: np.ndarray, late: LateTokens | None = None,
     ) -> None:  # fmt: skip
         """Copy a step with prompts, padded to its form with prompts of token 0, into a graph's inputs."""
         staging = torch.empty(len(inputs), dtype=torch.int64, pin_memory=inputs.is_cuda)
-        host, count = _PromptInputs.of(staging.numpy(), form), int(counts.sum())
+        host, count = PromptInputs.of(staging.numpy(), form), int(counts.sum())
         # Real rows and tokens are those that decode, then, after such that fill up, all others.
         gap, rest = form.decoding - decodes, form.rows - form.decoding - (len(rows) - decodes)
         at, of = (np.arange(n) + gap * (np.arange(n) >= decodes) for n in (count, len(rows)))
@@ -279,17 +254,17 @@ class EngineGraphs:
         if late is not None:
             with_late(inputs[: form.tokens], (at[late[0]], late[1]))
 
-    def _record_prompts(self, form: _Form) -> bool:
+    def _record_prompts(self, form: Form) -> bool:
         """False if there is no memory for it now, or, and never again, if the model does something that cannot be
-        recorded; the log then says what. Tensor-parallel ranks, which take the same steps, all record it or none."""
+        recorded; the log then says what. Ranks that take the same steps all record it or none."""
         device = self._model.device
-        if self._tp.size > 1 and min(self._tp.gather_objects(torch.cuda.mem_get_info(device)[0])) < ROOM:
+        if not self._ranks.has_room():
             self._seen[form] = 0
             return False
         nothing = np.zeros(0, np.int64)
-        inputs = torch.empty(_PromptInputs.size(form), dtype=torch.int64, device=device)
+        inputs = torch.empty(PromptInputs.size(form), dtype=torch.int64, device=device)
         self._stage(inputs, form, (0, 0, 0, 0), 0, nothing, nothing, nothing[:, None], nothing)
-        tokens, starts, context, rows, pages = _PromptInputs.of(inputs, form)
+        tokens, starts, context, rows, pages = PromptInputs.of(inputs, form)
 
         def work() -> tuple[Tensor, ...]:
             ids, adapter, positions, slots = tokens
@@ -307,7 +282,7 @@ class EngineGraphs:
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
         except RuntimeError as error:
             failure = str(error)
-        if not (failures := [each for each in self._tp.gather_objects(failure) if each]):
+        if not (failures := self._ranks.troubles(failure)):
             for old in [each for each in self._recorded if each.tokens][:-KEPT]:
                 del self._recorded[old], self._seen[old]
             return True
@@ -319,7 +294,17 @@ class EngineGraphs:
         self._records_prompts = False
         return False
 
-    def _record(self, form: _Form) -> _Recorded:
+    def _record_together(self, form: Form) -> None:
+        """`_record` on all ranks or on none; raises `Stopped` on all of them where one cannot."""
+        self._ranks.check_room()
+        try:
+            with self._ranks.agreeing():
+                self._record(form)
+        except Stopped:
+            self._recorded.pop(form, None)
+            raise
+
+    def _record(self, form: Form) -> _Recorded:
         rows, width, adapted, draws = form.rows, form.pages, form.adapted, form.draws
         device, output = self._model.device, self._model.output
         inputs = torch.zeros(rows, PAGES + width, dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ import torch
 from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.parameters import ParameterStore
+from rlloop.parallel.interrupts import held_back
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, ModelInput, PromptScores, SamplingParams
 
@@ -63,6 +64,11 @@ class LeadingEngine(Engine):
     def step(self) -> list[tuple[int, Completion]]:
         self._send("step")
         return super().step()
+
+    def prepare(self, requests: int = 256, tokens: int = 1024) -> int:
+        with held_back():  # an interrupt in between would leave the others waiting
+            self._send("prepare", requests, tokens)
+            return super().prepare(requests, tokens)
 
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         self._send("score", prompt, top_logprobs, adapter)

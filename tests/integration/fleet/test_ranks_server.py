@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from rlloop import Engine, SamplingParams, load_adapter
+from rlloop.cli import serve
+from rlloop.cli.main import main
 from rlloop.cli.serve_ranks import layout_of
 from rlloop.errors import ConfigError
 from rlloop.models import load_model
+from rlloop.rollout.engine.leader import LeadingEngine
 from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import new_key
@@ -61,6 +64,19 @@ def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> No
                 assert bits(remote.generate(PROMPTS, SAMPLING, adapters=named)) == adapted != expected
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--no-warm-up"], ["--layout", "tp=2"]], ids=" ".join)
+def test_the_usual_steps_are_recorded_before_a_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    make_model(tmp_path)
+    kind, said = LeadingEngine if "--layout" in options else Engine, list[str]()
+    monkeypatch.setattr(kind, "prepare", lambda engine: 7)  # on a CPU there are none
+    monkeypatch.setattr(serve, "_serve_member", lambda *_: said.append(capsys.readouterr().out))
+    assert main(["serve", "engine", "--model", str(tmp_path / "model"), "--threads", "1", *options]) == 0
+    assert said == ["" if "--no-warm-up" in options else "rlloop engine: 7 steps recorded as CUDA graphs\n"]
 
 
 def test_other_layouts_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlloop.models import Model
 from rlloop.parallel.layout import Layout
-from rlloop.rollout.engine.graphs import _Form
+from rlloop.rollout.engine.graph_forms import Form
 from tests.support import catalogue
 from tests.support.adapters import random_adapter
 from tests.support.catalogue import RELEASED, refusal
@@ -22,8 +22,8 @@ for each in RELEASED.values():
 LAYERS = 4  # enough for every kind of layer; twice as many where layers are halves, or pictures enter the first three
 DENSE = [Layout(), Layout(tp=3), Layout(pp=2)]
 SPREAD = [Layout(dp_shard=2, ep=2), Layout(tp=2, ep=2), Layout(dp_shard=2, tp=2, ep=4), Layout(tp=4, ep=2)]
-DECODES = [_Form(8, 4, "none", True), _Form(3, 4, "none")]  # 3 rows: no rank has as many as another
-PROMPTS = [_Form(16, 8, "none", tokens=96, decoding=4)]
+DECODES = [Form(8, 4, "none", True), Form(3, 4, "none")]  # 3 rows: no rank has as many as another
+PROMPTS = [Form(16, 8, "none", tokens=96, decoding=4)]
 
 
 def config_of(family: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlloop.rollout.engine.graph_forms import decode_forms, prompt_forms
+
 pytest.importorskip("triton", reason="the module has Triton's kernels")
 
 K, N = 32, 24
@@ -45,8 +47,8 @@ def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (64, [("ours", 64)]), (128, [("cuBLAS", 128)]), (130, [("ours", 130)]), (1024, [("cuBLAS", 1024)]),
-        (1100, [("cuBLAS", 1024), ("ours", 76)]),
+        (64, [("ours", 64)]), (128, [("cuBLAS", 128)]), (130, [("ours", 130)]), (288, [("cuBLAS", 288)]),
+        (300, [("ours", 300)]), (1024, [("cuBLAS", 1024)]), (1100, [("cuBLAS", 1024), ("ours", 76)]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("biased", [True, False])
@@ -57,6 +59,19 @@ def test_whole_steps_of_rows_are_cublass(calls, rows, expected, biased):
     out = product(x, weight, bias if biased else None, torch.bfloat16)
     assert calls == [(*each, biased) for each in expected]
     assert torch.equal(out, (x.float() @ weight.float().T + (bias.float() if biased else 0)).bfloat16())
+
+
+def test_an_engines_steps_of_many_rows_are_cublass(calls):
+    from rlloop.numerics.kernels.triton.linear import product
+
+    decodes = {each.rows for each in decode_forms(1024, [64], draws=True, finely=True)}
+    prompts = {each.tokens for each in prompt_forms(256, 64, 1024, 2048)}
+    rows = sorted(each for each in decodes | prompts if each > 256)
+    assert len(rows) > 16
+    for count in rows:
+        x, weight, _ = drawn(count)
+        product(x, weight, None, torch.bfloat16)
+    assert calls == [("cuBLAS", count, False) for count in rows]
 
 
 @pytest.mark.parametrize("which", range(3))

@@ -14,7 +14,8 @@ import torch
 from rlloop.models import load_model
 from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.engine import Engine
-from rlloop.rollout.engine.graphs import EngineGraphs, _Form
+from rlloop.rollout.engine.graph_forms import Form
+from rlloop.rollout.engine.graphs import EngineGraphs
 from rlloop.rollout.engine.leader import LeadingEngine
 from tests.support.checkpoints import make_checkpoint
 
@@ -49,7 +50,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, recorded: Recorded) -
 @torch.inference_mode()
 def record(engine: Engine, rows: int) -> None:
     assert engine._graphs is not None
-    engine._graphs._record(_Form(rows, 2, "none", draws=True))
+    engine._graphs._record(Form(rows, 2, "none", draws=True))
 
 
 def test_graphs_share_a_pool_which_ends_with_the_last_of_them(engine: Engine, recorded: Recorded) -> None:
@@ -76,16 +77,9 @@ def test_a_closed_engine_has_no_graphs(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "prepares", "records"),
-    [({"dp_shard": 2}, True, True), ({"tp": 2}, False, True), ({"pp": 2}, False, False), ({"cp": 2}, False, False)],
+    ("degrees", "records"), [({"dp_shard": 2}, True), ({"tp": 2}, True), ({"pp": 2}, False), ({"cp": 2}, False)]
 )
-def test_ranks_that_share_no_step_record_as_one_does(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, degrees: dict[str, int], prepares: bool, records: bool
-) -> None:
+def test_ranks_without_stages_record_steps_with_prompts(engine: Engine, degrees: dict[str, int], records: bool) -> None:
     engine.model.context = replace(engine.model.context, layout=Layout(**degrees))
     graphs = EngineGraphs(engine.model, engine._cache, engine.page_size, None)
-    prepared: list[int] = []
-    monkeypatch.setattr(graphs, "_prepare", prepared.append)
-    graphs.prepare(2)
-    assert prepared == [2] * prepares
     assert graphs._records_prompts is records

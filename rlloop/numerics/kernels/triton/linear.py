@@ -25,6 +25,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
+PADDED = 32  # beyond `FEW_ROWS` instead of the first of these: an engine pads its steps to such multiples
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 COMPARED = 1 << 26  # of our numbers at a time: a trial of a whole vocabulary would need twice its logits
@@ -220,7 +221,7 @@ def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, len(weight)
-    step = STEPS[rows >= MANY_ROWS]
+    step = STEPS[1] if rows >= MANY_ROWS else PADDED if rows > FEW_ROWS else STEPS[0]
     whole = rows // step * step  # the rows that cuBLAS can have
     if few_rows(x, outputs):
         return chain(x, weight, bias, dtype)

@@ -1,0 +1,44 @@
+"""Interrupts that wait: ranks that work together can only stop together."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Held:
+    """A handler of SIGINT that notes the first one, and stops at the second."""
+
+    asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextmanager
+def held_back() -> Iterator[Held]:
+    """Within the context an interrupt (SIGINT) is only noted, and raised at the end; a second one is raised at once.
+    Contexts inside share the note.
+
+    No effect outside the main thread, which alone gets signals, and in a process that ignores them.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if isinstance(before, Held):
+        yield before
+        return
+    held = Held()
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield held
+        return
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held.asked:
+            signal.raise_signal(signal.SIGINT)

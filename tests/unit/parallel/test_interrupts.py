@@ -1,0 +1,71 @@
+"""Interrupts that wait for the end of a context."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rlloop.parallel.interrupts import held_back
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt, as in a program, and do so after the test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_the_first_is_raised_at_the_end_of_the_outer_context() -> None:
+    done = []
+
+    def work() -> None:
+        with held_back() as outer:
+            with held_back() as inner:
+                signal.raise_signal(signal.SIGINT)
+                done.append(inner.asked)
+            done.append(outer.asked)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [True, True]
+
+
+def test_the_second_is_raised_at_once() -> None:
+    done = []
+
+    def work() -> None:
+        with held_back():
+            for count in range(3):
+                signal.raise_signal(signal.SIGINT)
+                done.append(count)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [0]
+
+
+def test_a_process_that_ignores_them_goes_on_doing_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back() as held:
+            signal.raise_signal(signal.SIGINT)
+        assert not held.asked
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_get_none() -> None:
+    asked = []
+
+    def work() -> None:
+        with held_back() as held:
+            asked.append(held.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]
