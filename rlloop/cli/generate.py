@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--device", default="cpu", help="cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs (default: cpu)"
     )
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # the prompt may follow options
     if args.number < 1:
         raise ConfigError(f"-n is {args.number}; it must be at least 1")
 

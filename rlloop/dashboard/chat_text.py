@@ -21,6 +21,11 @@ END = re.compile(
     r"|<\|endoftext\|>|<\|end_of_text\|>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|\[/INST\]|<bos>|<eos>|</?s>|\[gMASK\]<sop>"
     r"|<\|start\|>[\w.]*$"
 )
+# Where a picture stood, in Qwen's, Kimi's and Gemma's templates.
+PICTURE = re.compile(
+    r"<\|vision_start\|>(?:<\|(?:image|video)_pad\|>)+<\|vision_end\|>"
+    r"|<\|media_begin\|>.*?<\|media_end\|>|<start_of_image>"
+)
 ROLES = {"model": "assistant", "observation": "tool", "ipython": "tool", "developer": "system", "[inst]": "user"}
 REPLY = re.compile(r"^\s*<tool_response>\s*(.*?)\s*</tool_response>\s*$", re.DOTALL)
 CALL = re.compile(
@@ -50,8 +55,8 @@ def plain(text: str) -> str:
 
 def question_of(prompt: str, most: int) -> str:
     """Short text of a prompt for lists: the last message not written by the policy; without markers, the prompt's
-    end. At most `most` characters."""
-    messages = messages_of(prompt)
+    end. At most `most` characters, without placeholders of pictures."""
+    messages = messages_of(PICTURE.sub("", prompt))
     asked = [content for role, content in messages if role != "assistant"]
     if not asked:
         return ""

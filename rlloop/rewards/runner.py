@@ -10,10 +10,13 @@ import asyncio
 import inspect
 import logging
 import math
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
@@ -34,6 +37,7 @@ class RewardFailure:
 Outcome = RewardResult | RewardFailure
 TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # names of the metrics reward/NAME of every reward
 HOPELESS = 8  # if the first so many samples of a batch hang, the others are not tried
+NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # beginnings of files' names
 Request = tuple[Any, ...]  # arguments of the reward: prompt, completion, example
 
 
@@ -59,7 +63,10 @@ def is_timeout(outcome: Any) -> bool:
 
 
 def failure(error: BaseException) -> RewardFailure:
-    return RewardFailure("error", f"{type(error).__name__}: {error}")
+    """An exception of the user's code, with the place in that code, if it came that far."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [f" ({Path(file).name}, line {line})" for file, line in places if not file.startswith(NOT_THE_USERS)]
+    return RewardFailure("error", f"{type(error).__name__}: {error}{own[0] if own else ''}")
 
 
 def not_tried(tried: int, timeout: float) -> RewardFailure:

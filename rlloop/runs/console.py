@@ -39,6 +39,7 @@ class Progress:
         self._first, self._began = start, time.monotonic()
         self._shown = 0.0
         self._tokens = self._different = 0
+        self._sampled = self._rejected = 0
         self._held_out: list[tuple[float, float]] = []  # (pass@1, reward) of each evaluation
         self._outcomes: list[tuple[float, float]] = []  # (mean reward, fraction solved) of every step and evaluation
 
@@ -65,6 +66,8 @@ class Progress:
         if "eval/solved" in metrics:
             self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
         self._outcomes += outcomes(metrics)
+        self._sampled += metrics.get("ledger/sampled", 0)
+        self._rejected += metrics.get("ledger/rejected", 0)
         tokens = metrics.get("parity/tokens", 0)
         self._tokens += tokens
         self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
@@ -94,6 +97,8 @@ class Progress:
             facts.append(f"held-out reward {_course(rewards)}")
         if solved and passes:
             facts.append(f"held-out {'pass@1 ' if rewards != solved else ''}{_course(solved)}")
+        if self._rejected:  # the numbers before are of the others
+            facts.append(f"{self._rejected:,} of {self._sampled:,} rejected, see run.log")
         return "  ".join(facts)
 
     def _work(self, step: int, metrics: Mapping[str, Any]) -> str:

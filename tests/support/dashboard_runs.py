@@ -4,6 +4,7 @@ import contextlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from rlloop.inputs import Image, ModelInput
 from rlloop.parity.certificate import Certificate, content_digest
 from rlloop.parity.monitor import compare
 from rlloop.runs.folder import RunFolder
+from rlloop.runs.images import ImageStore
 from rlloop.runs.rollouts import rollout_rows
 from rlloop.types import Completion, Example, RewardResult, Sample, SamplingParams
 
@@ -156,6 +159,33 @@ def write_talk(path: Path) -> None:
     with RunFolder(path) as folder:
         folder.metrics.append({"step": 1, "reward/mean": 1.0})
         folder.write_rollouts(1, [row])
+
+
+def write_pictures(path: Path, prompt: tuple[int, int, int], reply: tuple[int, int, int]) -> None:
+    """A run of one step with two completions: one with a picture of the colour `prompt` in its prompt and one of the
+    colour `reply` in its environment's reply, and one of text alone."""
+    Writer(path).write()
+    rng = np.random.default_rng(0)
+    asked, shown = (_one_colour(colour) for colour in (prompt, reply))
+    seen, text = (make_sample(1, 0, place, 2, rng) for place in range(2))
+    begin, (first, last) = [1, 9, 9, 9, 9, 2], seen.completion.token_ids
+    read = ModelInput.with_images([*begin, first, 9, 9, 9, 9, 3], [1, 2, 3, 4, 7, 8, 9, 10], [asked, shown])
+    turns, ids = ((0, 1), (6, 7)), [*read.token_ids[len(begin) :], last]
+    made = replace(seen.completion, prompt_ids=begin, token_ids=ids, turns=turns, model_input=read)
+    seen = replace(seen, completion=made)
+    message = {"role": "user", "content": "and this", "images": [shown.digest]}
+    conversation = [{"text": "yes", "messages": [message]}, {"text": "answer 0", "messages": []}]
+    seen.example.data["episode"] = {"conversation": conversation}
+    with RunFolder(path) as folder:
+        ImageStore(path).keep([asked, shown])
+        folder.metrics.append({"step": 1, "reward/mean": 1.0})
+        folder.write_rollouts(1, rollout_rows([seen, text], ["trained"] * 2, [None] * 2, "e"))
+
+
+def _one_colour(colour: tuple[int, int, int]) -> Image:
+    """16 patches of 4 features, with a picture of 32 x 24 pixels."""
+    picture = np.full((24, 32, 3), colour, np.uint8)
+    return Image(np.full((16, 3), colour, np.float32), 4, 4, picture)
 
 
 @contextlib.contextmanager

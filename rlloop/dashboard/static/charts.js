@@ -46,7 +46,8 @@ function place(main) {
     if (section.parity) parity = new ParityLine(grid);
     return h("section", { class: "group" }, section.parity ? parity.heading : h("h2", {}, section.title), grid);
   });
-  main.replaceChildren(head, ...(groups.length ? [tools(), ...groups] : [h("div", { class: "empty" }, h("p", {}, "No step is recorded yet. The first one appears here by itself."))]));
+  main.replaceChildren(head, ...(groups.length ? [tools(), ...groups] : state.chosen.every((run) => state.runs.get(run).status === "failed") ? [] // the reason stands above
+    : [h("div", { class: "empty" }, h("p", {}, "No step is recorded yet. The first one appears here by itself."))]));
   for (const card of cards) seen.observe(card.element);
   filter();
 }

@@ -36,6 +36,8 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
+export const count = (many, what) => `${number(many)} ${what}${many === 1 ? "" : "s"}`;
+
 export function percent(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return "not finite";

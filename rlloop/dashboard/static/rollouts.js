@@ -1,6 +1,6 @@
 // The list of a step's or a run's completions: ordered, filtered, searched. One of them is shown beside it.
 
-import { $, h, number } from "./dom.js";
+import { $, count, h, number } from "./dom.js";
 import { get, link } from "./api.js";
 import { swatch } from "./chart.js";
 import { go, lookOf, route, shortName, state } from "./state.js";
@@ -45,8 +45,8 @@ function body() {
   } });
   return h("div", { class: "split" },
     h("article", { class: "card" },
-      h("header", {}, h("h3", {}, list.step === null ? "Completions of the run" : "Completions"), h("span", { class: "unit", id: "count" }),
-        h("div", { class: "actions", style: { opacity: 1 } }, h("a", { id: "rollouts-csv", href: "#", download: "" }, "CSV"))),
+      h("header", { style: { flexWrap: "wrap" } }, h("h3", {}, list.step === null ? "Completions of the run" : "Completions"), h("span", { class: "unit", id: "count" }),
+        h("div", { class: "actions", style: { opacity: 1, position: "static", marginLeft: "auto" } }, h("a", { id: "rollouts-csv", href: "#", download: "" }, "CSV"))),
       h("div", { class: "tools" }, search, pick("order", ORDERS, "Order"),
         pick("kind", [["", "every outcome"], ["trained", "trained"], ["rejected", "rejected"], ["dropped", "dropped"]], "Outcome"),
         pick("solved", [["", "solved or not"], ["yes", "solved"], ["no", "not solved"]], "Solved"),
@@ -86,7 +86,7 @@ async function fetchPage(offset, unasked = false) {
 }
 
 function line(row, index) {
-  const about = [row.turns > 1 ? `${number(row.turns)} turns` : "", `${number(row.tokens)} tokens`, row.outcome === "trained" ? "" : row.outcome, row.finish === "length" ? "truncated" : ""];
+  const about = [row.turns > 1 ? `${number(row.turns)} turns` : "", count(row.tokens, "token"), row.outcome === "trained" ? "" : row.outcome, row.finish === "length" ? "truncated" : ""];
   return h("tr", { "data-index": index, onclick: () => { select(index); if (innerWidth <= NARROW) $("detail").scrollIntoView({ block: "start" }); }, "aria-selected": "false" },
     h("td", {}, h("span", { class: "text" }, row.text || h("span", { class: "muted" }, "empty")), row.prompt ? h("span", { class: "asked" }, row.prompt) : null,
       h("span", { class: "meta" }, h("span", { class: "mono" }, row.uid), ` ${about.filter(Boolean).join(", ")}`)),
@@ -108,8 +108,6 @@ function difference(row) {
   const meter = h("span", { class: "meter" }, h("i", { style: { width: `${100 * strength(row.diff ?? Infinity)}%` } }));
   return [meter, row.diff === null ? "not finite" : number(row.diff, 3), h("div", { class: "muted" }, `${row.different} of ${row.tokens} differ`)];
 }
-
-const count = (many, what) => `${number(many)} ${what}${many === 1 ? "" : "s"}`;
 
 function progress(index) {
   const place = $("index");

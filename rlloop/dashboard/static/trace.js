@@ -1,7 +1,7 @@
 // One completion: its conversation as bubbles by role, the policy's tokens coloured by what they say, its reward by turn.
 
 import { link } from "./api.js";
-import { h, number } from "./dom.js";
+import { count, h, number } from "./dom.js";
 import { address } from "./state.js";
 
 // 0 to 1, on a logarithmic scale from a difference of 1e-7 (a last bit) to 1 nat.
@@ -80,7 +80,7 @@ function conversation(run, full, by, inspector) {
     const mine = Boolean(turn.tokens);
     if (mine) number_ += 1;
     const marks = mine
-      ? [full.outcome === "trained" ? h("span", { class: "mark-trained" }, "trained") : h("span", { class: "muted" }, full.outcome.split(":")[0]), h("span", { class: "muted" }, `${number(turn.tokens[1] - turn.tokens[0])} tokens`),
+      ? [full.outcome === "trained" ? h("span", { class: "mark-trained" }, "trained") : h("span", { class: "muted" }, full.outcome.split(":")[0]), h("span", { class: "muted" }, count(turn.tokens[1] - turn.tokens[0], "token")),
         turn.calls.length ? h("span", { class: "calls" }, `calls ${turn.calls.join(", ")}`) : null, typeof turn.reward === "number" ? h("span", { class: "paid" }, `reward ${number(turn.reward, 3)}`, parts(turn.components)) : null]
       : [turn.read ? h("span", { class: "muted" }, "masked") : null];
     return h("section", { class: `bubble ${mine ? "policy" : turn.role}` },

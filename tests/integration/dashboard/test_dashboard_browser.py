@@ -16,7 +16,7 @@ from rlloop.dashboard.server import make_app
 from rlloop.dashboard.training_api import TrainingApi
 from rlloop.runs.folder import RunFolder, rollout_files
 from rlloop.web.server import BackgroundServer, Listen
-from tests.support.dashboard_runs import CONFIG, Writer, write_run, write_talk
+from tests.support.dashboard_runs import CONFIG, Writer, write_pictures, write_run, write_talk
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the browser tests need playwright: pip install playwright"
@@ -468,6 +468,7 @@ def test_why_a_run_failed(visit, tmp_path):
     expect(page.locator("#runs input:checked")).to_have_count(1)  # not the one that never began
     page.get_by_label("Show refused alone").click()
     expect(page.locator(".failed")).to_contain_text("refused failed before its first step")
+    expect(page.locator("main")).not_to_contain_text("appears here by itself")
 
 
 def test_a_run_that_parity_stopped_is_not_green(visit, tmp_path):
@@ -506,6 +507,34 @@ def test_a_conversation(visit, tmp_path):
     expect(page.locator("#rollouts")).to_contain_text("No completion contains this text.")
     page.fill("#find", "ANSWER")
     expect(page.locator("#rollouts tbody tr")).to_have_count(1)
+
+
+COLOUR = """(image) => {
+  const context = document.createElement("canvas").getContext("2d");
+  context.drawImage(image, 0, 0);
+  return [image.naturalWidth, image.naturalHeight, ...context.getImageData(5, 5, 1, 1).data.slice(0, 3)];
+}"""
+
+
+def test_pictures_stand_beside_the_completion_and_in_the_reply_that_showed_them(visit, tmp_path):
+    write_pictures(tmp_path / "a", prompt=(200, 30, 30), reply=(30, 60, 210))
+    page = visit("#/rollouts?run=a&order=order")
+    detail = page.locator("#detail")
+    expect(detail.locator(".pictures img")).to_have_count(2)
+    asked, shown = page.get_by_alt_text("Image 1 of the prompt"), page.get_by_alt_text("Image 1 of the reply")
+    for image, colour in ((asked, [200, 30, 30]), (shown, [30, 60, 210])):
+        image.scroll_into_view_if_needed()
+        image.evaluate("(image) => image.decode()")
+        assert image.evaluate(COLOUR) == [32, 24, *colour]
+    bubbles = detail.locator(".bubble")
+    expect(bubbles.filter(has=shown)).to_contain_text("and this")
+    expect(bubbles.filter(has=asked)).to_have_count(0)  # above the conversation
+    expect(bubbles.nth(1)).to_contain_text("1 token")
+    expect(bubbles.nth(1)).not_to_contain_text("1 tokens")
+    expect(detail.locator(".pictures figcaption").first).to_contain_text("tokens 1 to 4")
+    page.keyboard.press("j")
+    expect(detail.locator("h3").first).to_contain_text("1/0/1")
+    expect(detail.locator(".pictures img")).to_have_count(0)
 
 
 def test_a_training_api(visit, tmp_path, training_api):

@@ -68,7 +68,7 @@ def test_init_gives_a_recipe_that_runs_and_whose_model_answers(place, model, cap
     assert main(["generate", "run/checkpoints/step_1", "2 + 2", "--max-tokens", "5", "--seed", "4"]) == 0
     assert (capsys.readouterr().out, first != second) == (second, True)
     monkeypatch.setattr("sys.stdin", io.StringIO("and again\n\n"))
-    assert main(["generate", str(model), "hello", "--chat", "--system", "short", "--max-tokens", "5"]) == 0
+    assert main(["generate", str(model), "--chat", "--system", "short", "--max-tokens", "5", "hello"]) == 0
     assert capsys.readouterr().out.count("> ") == 2
     assert main(["generate", "org/name", "hello"]) == 2
     assert "`hf download org/name --local-dir name`" in capsys.readouterr().err

@@ -119,6 +119,12 @@ def test_messages_of_templates(text):
     assert question_of(text, 10) == "U"
 
 
+def test_lists_show_the_question_rather_than_a_pictures_placeholders():
+    seen = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
+    assert question_of(f"<|im_start|>user\n{seen}what shape ?<|im_end|>\n<|im_start|>assistant\n", 10) == "what shape"
+    assert question_of(f"{seen}what shape ?", 80) == "what shape ?"
+
+
 def test_a_prompt_without_a_template_is_one_message():
     assert messages_of("3 5 7 -> 22") == [("prompt", "3 5 7 -> 22")]
     assert question_of("long " * 100 + "what?", 10) == "long what?"

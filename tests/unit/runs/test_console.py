@@ -64,6 +64,17 @@ def test_a_terminal_shows_outcome_and_work_on_lines_of_their_own():
     assert any(line.startswith("KL 0 (0 of 1,000 tokens differ)  3,100 tokens/s") for line in lines)
 
 
+def test_rejected_samples_are_told_in_every_line():
+    console = plain()
+    with Progress(console, "toy", num_steps=3, start=1) as progress:
+        progress.recall([{"step": 1, "ledger/sampled": 1000, "ledger/rejected": 3}])
+        progress.log(2, {**STEP, "ledger/sampled": 64, "ledger/rejected": 2, "eval/solved": 0.4})
+        progress.log(3, {**STEP, "ledger/sampled": 64, "ledger/rejected": 0, "eval/solved": 0.4})
+    lines = said(console).splitlines()
+    assert "held-out 0.400  5 of 1,064 rejected, see run.log  KL 0" in lines[0]
+    assert "held-out 0.400 -> 0.400  5 of 1,128 rejected, see run.log  KL 0" in lines[1]
+
+
 def test_a_resumed_run_goes_on_counting():
     console = plain()
     with Progress(console, "toy", num_steps=3, start=2) as progress:
