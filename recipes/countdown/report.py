@@ -94,8 +94,8 @@ def table(report: Report) -> Table:
         grid.add_row("supervised only, its best", with_error(report.supervised_best), demonstrations + ", learned on")
     grid.add_row(f"RL, step {report.rl[-1][0]}", with_error(report.rl[-1][1]), "the same, and the verifier")
     grid.caption = (
-        f"{report.tokens:,} trained tokens compared, {report.tokens_different:,} differ in any bit; "
-        f"largest KL (k3) of a step {report.k3_max:g}"
+        f"{report.tokens:,} trained tokens compared, {report.tokens_different:,} differ in any bit\n"
+        f"largest KL (k3) of a step: {report.k3_max:g}"
     )
     grid.caption_justify = "left"
     return grid

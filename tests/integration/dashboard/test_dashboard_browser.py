@@ -316,6 +316,15 @@ def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
     expect(norm.locator("table.data tbody td")).to_have_text(["1", "not finite", "1"])
 
 
+# Whether the number of completions is whole beside the link to the first of them.
+HEADING_OF_MANY = """() => {
+  const [count, link] = ["count", "rollouts-csv"].map((id) => document.getElementById(id));
+  [count.textContent, link.textContent] = ["30,720", "CSV of the first 10,000"];
+  const [number, first] = [count, link.parentElement].map((element) => element.getBoundingClientRect());
+  return count.scrollWidth <= count.clientWidth && (number.right <= first.left || number.bottom <= first.top);
+}"""
+
+
 @pytest.mark.parametrize("width", [900, 400])
 def test_a_narrow_window(visit, tmp_path, width):
     write_run(tmp_path / "a-run-with-a-name-that-is-rather-long,trainer.lr=0.0005,seed=0", 3, drift=0.01)
@@ -328,6 +337,8 @@ def test_a_narrow_window(visit, tmp_path, width):
         page.locator(".beside" if view.startswith(("step", "rollouts")) else "main .card").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= width, view
         assert page.evaluate("document.querySelector('#main').scrollWidth") <= width, view
+        if view.startswith("rollouts"):
+            assert page.evaluate(HEADING_OF_MANY)
     if width == 400:
         assert not page.locator("#filter").is_visible()
         page.click("#runs-toggle")
