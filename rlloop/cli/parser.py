@@ -16,6 +16,7 @@ from typing import Any
 COMPLETING = "_ARGCOMPLETE"  # of the environment: a shell asks for completions; number of words before the arguments
 
 COLUMNS = re.compile(r" +\S.*?\S {2,}")  # of a line in a list: what is explained, and the room behind it
+LEAST = 24  # characters of a second column; a narrower one stands under what it explains
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,6 +52,9 @@ class Help(argparse.RawDescriptionHelpFormatter):
             for line in run if is_list else [" ".join(run)]:
                 match = COLUMNS.match(line) if is_list else None
                 hanging = " " * (match.end() if match else len(line) - len(line.lstrip()))
+                if match and len(line) > width and width - match.end() < LEAST:
+                    lines.append(match[0].rstrip())
+                    line, hanging = " " * 6 + line[match.end() :], " " * 6
                 if len(line) <= width or (not match and line.startswith("  rlloop ")):  # a command, to be copied
                     lines.append(line)
                 else:

@@ -179,6 +179,8 @@ def test_help_breaks_between_words_where_the_terminal_is_narrow(rlloop, monkeypa
         longer = [line for line in lines if len(line) > width]
         # Commands stay whole, to be copied; so do paths.
         assert all(line.startswith("  rlloop ") or len(line.split()) == 1 for line in longer), longer
+    examples = rlloop("compare", "--help")[1].splitlines()
+    assert ("      a multirun's folder: all of its runs" in examples) == (width == 80)  # no thin column
     assert any("On-policy" in line and len(line) > 80 for line in rlloop("--help")[1].splitlines()) == (width > 80)
 
 
