@@ -229,7 +229,9 @@ def test_in_the_loop_with_the_environments_reward_and_its_failures(tmp_path):
     for record, file in zip(run.metrics()[1:], rollout_files(tmp_path), strict=True):
         rows = read_rollouts(file)
         assert (record["ledger/sampled"], record["ledger/rejected"]) == (12, 3)  # one of four prompts
-        assert {row["outcome"] for row in rows} == {"trained", "rejected: environment error: OSError: no tool"}
+        place = f"test_environments.py, line {Moody.step.__code__.co_firstlineno + 2}"
+        why = f"rejected: environment error: OSError: no tool ({place})"
+        assert {row["outcome"] for row in rows} == {"trained", why}
         assert record["parity/tokens"] == sum(len(row["logprobs"]) for row in rows if row["outcome"] == "trained")
         assert record["parity/tokens_different"] == 0
         assert record["reward/steps"] == record["reward/turns"] == pytest.approx(4 / 3)
