@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import sysconfig
 import threading
 import time
@@ -37,7 +38,8 @@ class RewardFailure:
 Outcome = RewardResult | RewardFailure
 TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # names of the metrics reward/NAME of every reward
 HOPELESS = 8  # if the first so many samples of a batch hang, the others are not tried
-NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")  # beginnings of files' names
+# Beginnings of the names of files that are not the user's.
+NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
 Request = tuple[Any, ...]  # arguments of the reward: prompt, completion, example
 
 
