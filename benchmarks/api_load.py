@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from rlloop.models import new_model, save_model
 from tests.support.api_client import Api, output, sampled
-from tests.support.api_process import ApiProcess, children, free_port, processor_seconds
+from tests.support.api_process import ApiProcess, children, processor_seconds
+from tests.support.command import free_port
 
 PATIENCE = 600.0  # seconds for one result
 PARTS = ("publish", "sample", "train")

@@ -48,7 +48,8 @@ from rlloop.training.types import AdamParams, Datum, LoraConfig
 from rlloop.types import ModelInput
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.api_client import Api
-from tests.support.api_process import free_port, processor_seconds
+from tests.support.api_process import processor_seconds
+from tests.support.command import free_port
 
 SMALL = {**CONFIG, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 TOKENS = [list(range(5 + row, 21 + row)) for row in range(4)]

@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from rlloop.models import new_model, save_model
 from tests.support.api_client import Api, output
-from tests.support.api_process import ApiProcess, free_port
+from tests.support.api_process import ApiProcess
+from tests.support.command import free_port
 
 
 class Arrivals:

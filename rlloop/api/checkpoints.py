@@ -57,7 +57,7 @@ class Checkpoints:
         return [
             each
             for each in self.core.service.checkpoints(model_id)
-            if self.sessions.owner_of(_model_of(each)) == client.name
+            if self.sessions.owner_of(_run_of(each.tinker_path)) == client.name
             and not each.checkpoint_id.partition("/")[2].startswith(HIDDEN)
         ]
 
@@ -216,10 +216,6 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
         "user_metadata": checkpoint.user_metadata,
         "expires_at": None if checkpoint.expires_at is None else _time(checkpoint.expires_at),
     }
-
-
-def _model_of(checkpoint: Checkpoint) -> str:
-    return _run_of(checkpoint.tinker_path)
 
 
 def _run_of(path: str) -> str:

@@ -83,7 +83,7 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
         if (steps := run.config.get("trainer.num_steps")) and run.last_step < steps:
             said = f"{run.path}: {run.last_step} of {steps} steps; what stands for its end is its last step so far"
             console.print(said, highlight=False, soft_wrap=True)
-    rules = _rules(runs)
+    rules = "; or, in some runs: ".join(dict.fromkeys(str(CollapseRule.of(run)) for run in runs))
     if _judged(arms, doses):
         console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)
     for file in [] if output is None else _write(output, arms, doses, outcomes, configuration, rules):
@@ -94,10 +94,6 @@ def _runs_in(path: Path) -> list[Path]:
     """The run at `path`, or the runs of a multirun under it."""
     inside = sorted(file.parent for file in path.glob("*/config.yaml"))
     return inside if inside and not (path / "config.yaml").is_file() else [require_run(path)]
-
-
-def _rules(runs: Sequence[Run]) -> str:
-    return "; or, in some runs: ".join(dict.fromkeys(str(CollapseRule.of(run)) for run in runs))
 
 
 def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:

@@ -71,7 +71,8 @@ class DriftedSync:
             source = now if served == version else self._published[served]
             for name, own in self._own.items():
                 own.copy_(rounded(self.drift, name, source[name]) if drifting else source[name])
-                if isinstance(model.ops, DriftedOps) and self._multiplies_fp8(name, own):
+                multiplies_fp8 = self.drift.products == "fp8" and not _kept(name, own) and fits(own)
+                if isinstance(model.ops, DriftedOps) and multiplies_fp8:
                     model.ops.narrow(own, source[name])
         self._published[version] = now
         for old in [each for each in self._published if each < version - self.drift.stale_steps]:
@@ -95,9 +96,6 @@ class DriftedSync:
                 self._own[name].copy_(tensor)
             else:
                 self._published.setdefault(int(owner), {})[name] = tensor
-
-    def _multiplies_fp8(self, name: str, weight: Tensor) -> bool:
-        return self.drift.products == "fp8" and not _kept(name, weight) and fits(weight)
 
     def _add(self, now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
         """w <- bf16(w + bf16(new − old)): an update below half a unit in w's last place is lost for good."""

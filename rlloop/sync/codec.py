@@ -204,10 +204,6 @@ def read_changes(codec: CodecName, content: memoryview, ordering: Ordering, elem
     return changes
 
 
-def few_places(indices: np.ndarray, elements: int) -> np.ndarray | None:
-    return indices if len(indices) * SPARSE <= elements else None
-
-
 def begin_full(new: Bits, pool: Executor | None) -> Callable[[], Encoded]:
     """Start encoding a whole tensor in `pool`; calling the result waits for it."""
     planes = _mapped(pool, partial(encode_planes, dtype=new.dtype), _chunks(new.array.reshape(-1)))
@@ -220,7 +216,8 @@ def _encode_changes(old: np.ndarray, new: np.ndarray, *, ordering: Ordering, cod
     began = time.perf_counter()
     changes, indices = coder.find_changes(old, new, ordering)
     compared = time.perf_counter() - began
-    return _Chunk(len(indices), entropy.encode(changes), compared, few_places(indices, len(old)))
+    places = indices if len(indices) * SPARSE <= len(old) else None
+    return _Chunk(len(indices), entropy.encode(changes), compared, places)
 
 
 def _decode_changes(

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlloop import Engine, NumericsProfile, SamplingParams, load_model
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.trainer import Trainer
 from rlloop.types import Sample
+from tests.support.checkpoints import make_checkpoint
 from tests.support.samples import as_sample, different
 
 VOCAB = 97
@@ -20,23 +19,7 @@ VOCAB = 97
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3")
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        pad_token_id=None,
-        bos_token_id=None,
-        initializer_range=0.1,  # so that the distributions are far from flat
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    make_checkpoint(path, vocab_size=VOCAB, tie_word_embeddings=True, eos_token_id=0)
     return path
 
 

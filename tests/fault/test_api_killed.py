@@ -5,8 +5,9 @@ import threading
 import pytest
 
 from tests.support.api_client import Patient, output, sampled
-from tests.support.api_process import ApiProcess, free_port
+from tests.support.api_process import ApiProcess
 from tests.support.checkpoints import make_checkpoint
+from tests.support.command import free_port
 from tests.support.image_models import END, START
 from tests.support.pictures import make_reading_model, picture
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import free_port
 from tests.support.ray_processes import ray_processes
 from tests.support.tiny_run import held, history, make_model, steps, train
 from tests.support.waiting import until
@@ -103,9 +104,7 @@ ATTACHED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64, "RLLOOP_TEST_R
 def cluster(tmp_path_factory):
     """A cluster that somebody else started, which asks for a token. Its address."""
     place = tmp_path_factory.mktemp("cluster")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
     command += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
     with (place / "ray.log").open("w") as log:

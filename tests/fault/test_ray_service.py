@@ -14,8 +14,9 @@ from rlloop.errors import ConfigError, RunError
 from rlloop.training.service import TrainingService
 from rlloop.training.types import AdamParams, LoraConfig
 from tests.support.api_client import Api, output
-from tests.support.api_process import ApiProcess, free_port
+from tests.support.api_process import ApiProcess
 from tests.support.checkpoints import make_checkpoint
+from tests.support.command import free_port
 from tests.support.small_training import datum, trained
 
 ray = pytest.importorskip("ray")

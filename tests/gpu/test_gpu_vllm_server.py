@@ -31,9 +31,11 @@ from rlloop.sync.live import named_weights, tensors_of
 from rlloop.sync.manifest import load_or_make_key, new_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import FolderStore
-from tests.support.fleet_run import TOKEN, Server, free_port
+from tests.support.command import free_port
+from tests.support.fleet_run import TOKEN, Server
 from tests.support.gpu_runs import KINDS, OVERRIDES, SHARED
 from tests.support.tiny_run import LEARNABLE
+from tests.support.vllm_server import answers
 
 pytest.importorskip("vllm", reason="vLLM 0.26 is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -85,7 +87,7 @@ def vllm_of(folder: Path, options: list[str]) -> Iterator[str]:
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
-        while not _answers(f"http://127.0.0.1:{port}"):
+        while not answers(f"http://127.0.0.1:{port}"):
             assert server.poll() is None, (folder / "log").read_text()[-6000:]
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
@@ -103,13 +105,6 @@ def _address(server: Server) -> str:
         if line.startswith("rlloop ") and "http" in line:
             return line.rpartition(" ")[2].strip()
     raise AssertionError("".join(said))
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_it_follows_a_store_and_says_what_was_chosen(line):

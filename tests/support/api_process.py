@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 from tests.support.command import Command
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def processor_seconds(pid: int) -> float:

@@ -127,7 +127,7 @@ def refusal(raw: Mapping[str, Any]) -> str | None:
 
 
 def names_from(each: Mapping[str, Any]) -> str:
-    """What a model's tensors are compared with."""
+    """The sources that a model's tensors are compared with."""
     return "transformers" + (f"; names: index of {each['index']['of']}" if "index" in each else "")
 
 

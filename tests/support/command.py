@@ -11,6 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -22,6 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRELOADED = "tests.support.preloaded"
 PATH = list(sys.path)  # before any test: one that calls the command in its own process leaves its folder behind
+
+
+def free_port() -> int:
+    """A port for a server that is named before it starts, or comes back at the same address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @functools.cache

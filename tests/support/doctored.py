@@ -70,7 +70,7 @@ MIXTURE = {
 
 
 def diagnosed(engine: Engine, trainer: Model, samples: list[Sample] | None = None) -> Finding:
-    """What the doctor finds for the first token that differs in samples of the engine, of which there is one."""
+    """The doctor's finding for the first token that differs in the engine's samples; there is one."""
     samples = sampled(engine) if samples is None else samples
     first = compare(samples, rescored(trainer, samples)).first
     assert first is not None, "no logprob differs"

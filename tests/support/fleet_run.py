@@ -5,22 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
 from rlloop.sync.manifest import new_key
-from tests.support.command import Command
+from tests.support.command import Command, free_port
 from tests.support.tiny_run import HELD, history, make_model
 
 TOKEN = "a token for the tests of a fleet"
-
-
-def free_port() -> int:
-    """For a server that must come back at the same address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:

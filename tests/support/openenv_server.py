@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from tests.support.command import free_port
 
 
 @contextmanager
@@ -55,9 +56,7 @@ def counting_server() -> Iterator[tuple[str, Any]]:
         def close(self) -> None:
             Counting.open -= 1
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     app = create_fastapi_app(Counting, Say, Told, max_concurrent_envs=64)
     running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     thread = threading.Thread(target=running.run, daemon=True)

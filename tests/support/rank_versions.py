@@ -66,7 +66,7 @@ class Failing(FolderStore):
 
 
 class Trainer:
-    """What publishes a model's versions, on one rank or several."""
+    """A publisher of a model's versions, on one rank or several."""
 
     def __init__(
         self, folder: Path, case: str, layout: Mapping[str, int], store: Failing, publishes: bool, device: torch.device

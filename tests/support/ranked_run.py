@@ -2,11 +2,10 @@
 several for each rank."""
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.command import Command
+from tests.support.command import Command, free_port
 from tests.support.tiny_run import history, train
 
 SMALL = "trainer.max_batch_tokens=96"
@@ -17,9 +16,7 @@ def start(folder: Path, size: int, *overrides: str, run: Callable[..., Command] 
     """`size` processes with torchrun's environment; one without it. `run` starts each, as `tiny_run.train` does."""
     if size == 1:
         return [run(folder, SMALL, *overrides)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [
         run(folder, SMALL, *overrides, env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(size)

@@ -105,7 +105,7 @@ class FromHost(TorchDispatchMode):
 
 @contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Tensor, ...]]]:
-    """What `EngineGraphs` records on the meta device meanwhile: the outputs of each step."""
+    """Records on the meta device what `EngineGraphs` records meanwhile: the outputs of each step."""
     made: list[tuple[Tensor, ...]] = []
 
     def captured(self: EngineGraphs, work: Callable[[], tuple[Tensor, ...]]) -> tuple[object, tuple[Tensor, ...]]:

@@ -24,7 +24,7 @@ Replays = Counter[str]
 
 
 def count_replays(monkeypatch: pytest.MonkeyPatch, long: int = graph_sizes.LONG) -> Replays:
-    """How many steps of each kind are replayed from now on; CUDA's part is replaced. `long`: `graph_sizes.LONG`."""
+    """Counts steps of each kind that are replayed from now on; CUDA's part is replaced. `long`: `graph_sizes.LONG`."""
     counts: Replays = Counter()
 
     def captured(self: EngineGraphs, work: Work) -> tuple[object, tuple[Tensor, ...]]:

@@ -18,7 +18,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rlloop.sync.manifest import new_key
-from tests.support.fleet_run import Server, free_port
+from tests.support.command import free_port
+from tests.support.fleet_run import Server
 
 KEY = "a key of vLLM's own"
 

@@ -58,7 +58,8 @@ class Campaign:
 
     def _session_alone(self) -> None:
         from tests.support.api_client import trained_session
-        from tests.support.api_process import ApiProcess, free_port
+        from tests.support.api_process import ApiProcess
+        from tests.support.command import free_port
 
         server = ApiProcess(self.alone / "model", self.alone / "api", free_port(), "--state-every", "2").start()
         try:
