@@ -64,6 +64,8 @@ def main(arguments: Sequence[str]) -> int:
                 f"--gpus is {args.gpus}, --tokens {args.tokens} and --lora {args.lora}; the first two must be at least "
                 "1, and a rank cannot be negative"
             )
+        if args.memory is not None and not args.memory > 0:
+            raise ConfigError(f"--memory is {args.memory:g}; it must be a positive number of GiB")
 
         from rlloop.cli.memory import examine_model
 

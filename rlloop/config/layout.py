@@ -11,7 +11,7 @@ from typing import Any
 
 from rlloop.config.limits import at_least, check_limits, limited
 from rlloop.errors import ConfigError
-from rlloop.parallel.layout import Layout, beside, keys_of
+from rlloop.parallel.layout import Layout, beside, keys_of, with_experts
 
 _Degrees: Any = make_dataclass("_Degrees", [(f.name, int, limited(f.default, at_least(1))) for f in fields(Layout)])
 
@@ -91,7 +91,8 @@ def _with_same_layers(trainer: Layout) -> str:
 
 
 def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout]:
-    """The layouts of trainer and engine that use most of `ranks`, with smaller `dp_replicate` and `dp_shard`.
+    """The layouts of trainer and engine that use most of `ranks`, with smaller `dp_replicate` and `dp_shard`; `ep`,
+    which decides the memory of a rank's experts, is smaller only where it cannot stay.
 
     Raises `ConfigError` where the other axes need more ranks than that.
     """
@@ -102,7 +103,8 @@ def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout
         except ConfigError:
             continue
         if world.size <= ranks:
-            rank = (world.size, pair[0].dp_shard, pair[0].world_size, pair[1].world_size)
+            kept = (pair[0].ep, pair[1].ep) == (trainer.ep, rollout.ep)
+            rank = (kept, world.size, pair[0].dp_shard, pair[0].world_size, pair[1].world_size)
             best = max(best or (rank, pair), (rank, pair), key=lambda each: each[0])
     if best is None:
         fixed = " and ".join(
@@ -111,21 +113,21 @@ def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout
             if _fixed(layout)
         )
         raise ConfigError(
-            f"{ranks} ranks are left, and {fixed} need more: of a layout only dp_replicate and dp_shard can shrink. "
-            "Resume with a layout that fits"
+            f"{ranks} {'rank is' if ranks == 1 else 'ranks are'} left, and {fixed} need more: of a layout only "
+            "dp_replicate, dp_shard and ep can shrink. Resume with a layout that fits"
         )
     return best[1]
 
 
 def _fixed(layout: Layout) -> dict[str, int]:
-    return {axis: degree for axis, degree in vars(layout).items() if degree > 1 and not axis.startswith("dp_")}
+    return {axis: degree for axis, degree in vars(layout).items() if degree > 1 and axis in ("cp", "tp", "pp")}
 
 
 def _smaller(layout: Layout) -> list[Layout]:
-    """The layout with every smaller `dp_replicate` and `dp_shard`, itself included."""
+    """The layout with every smaller `dp_replicate` and `dp_shard`, itself included, and the largest `ep` up to its own
+    that these can have."""
     degrees = itertools.product(range(1, layout.dp_replicate + 1), range(1, layout.dp_shard + 1))
     return [
-        replace(layout, dp_replicate=copies, dp_shard=shards)
+        with_experts(replace(layout, dp_replicate=copies, dp_shard=shards, ep=1), layout.ep)
         for copies, shards in degrees
-        if shards * layout.cp * layout.tp % layout.ep == 0
     ]

@@ -127,12 +127,14 @@ class RayHandle:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
             raise error.cause from None
+        except self._ray.exceptions.OutOfMemoryError as error:  # Ray ends processes before the system would
+            raise EngineDied(str(error).splitlines()[0]) from None
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
             lines = str(error).strip().splitlines()
             if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
                 raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", started=False) from error
             detail = lines[-1].partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-            raise EngineDied(f"{lines[0]} {detail}".strip()) from None
+            raise EngineDied(f"{lines[0]} {detail}".strip(" .")) from None
 
     def _result_of_all(self, calls: list[Any]) -> Any:
         waiting, failures, until = calls, dict[int, Exception](), math.inf

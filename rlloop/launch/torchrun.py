@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import json
 import os
 import pickle
 import queue
@@ -27,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +79,11 @@ class Torchrun:
     def place(self, job: int) -> Place:
         return Place(self.rank, self.size, f"{self.address}/job-{job}", self.local)
 
+    def threads(self) -> int:
+        """CPU threads of a rank: OMP_NUM_THREADS, which torchrun sets to 1 where it is not set; or its share of all."""
+        shared = 1 if "OMP_NUM_THREADS" in os.environ else self.neighbours or self.size
+        return max(1, torch.get_num_threads() // shared)
+
     def again(self, command: str) -> str:
         """Shell command that starts `command` again on as many processes."""
         if self.neighbours not in (None, self.size):
@@ -103,7 +110,9 @@ class Leader:
     def __enter__(self) -> Leader:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RlloopError):
+            _tell_torchrun(error)
         _put(self._store, f"job/{self._jobs}", None)
         if self._hosted is not None and self._jobs == 0:  # until the others, who may still be starting, have read that
             with suppress(DistError):
@@ -131,8 +140,7 @@ class Leader:
         path = str(prepared.task.model_folder().absolute())
         check_model(config, read_config(path))
         place = self.here.place(self._jobs)
-        here = self.here.neighbours or self.here.size
-        start = (config, path, max(1, torch.get_num_threads() // here))
+        start = (config, path, self.here.threads())
         _put(self._store, f"job/{self._jobs}", start)
         self._jobs += 1
         make = partial(Colocated, *start, place, opens)
@@ -277,8 +285,12 @@ def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
                 return True
             worker.call(method, *args)
     except Exception as error:
-        _put(store, f"failed/{place.rank}", _travelling(error))
-        done.wait(60)  # rank 0 says when it has seen that
+        with suppress(DistError):
+            _put(store, f"failed/{place.rank}", _travelling(error))
+            rank_0 = Watch(store, 1)
+            while not rank_0.silent(2 * SILENT):  # it says when it has seen that
+                time.sleep(0.5)
+                rank_0.look()
         return False
 
 
@@ -299,6 +311,13 @@ def _travelling(error: Exception) -> Exception:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return RlloopError(f"{type(error).__name__}: {error}")
+
+
+def _tell_torchrun(error: RlloopError) -> None:
+    """So that torchrun's summary of what failed, the end of its output, has the error's text."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": str(error), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _put(store: Store, key: str, value: object) -> None:

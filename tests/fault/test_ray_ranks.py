@@ -113,3 +113,13 @@ def test_a_replica_over_ranks_samples_what_one_rank_does(tmp_path):
     assert not ray_processes(owner), "processes were left behind"
     finish(start(tmp_path / "whole", 1))
     assert outcome(run) == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_ranks_that_ray_ends_for_want_of_memory_are_named_in_one_line(tmp_path):
+    """Its own report has paragraphs."""
+    few = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    process = train(tmp_path / "run", SMALL, "launch=ray", "trainer.layout.dp_shard=2", env={**os.environ, **few})
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert re.search(r"^rlloop: rank [01] of 2: .* memory", output.strip().splitlines()[-1]), output

@@ -61,12 +61,16 @@ def history(folder: Path) -> list[object]:
 
 def train(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Command:
     """Six steps, a checkpoint after every second; model and reward are made beside the run's folder."""
+    return Command(*command_of(folder, *overrides), cwd=folder.parent, env=env)
+
+
+def command_of(folder: Path, *overrides: str) -> list[str]:
+    """What `train` has behind `rlloop`."""
     make_model_once(folder.parent)
     command = ["train", "--config-name", "countdown", f"run.dir={folder}"]
     command += ["model.path=model", "trainer.num_steps=6", "checkpoint.every=2", "eval.num_draws=8", "eval.every=3"]
     command += ["rollout.num_prompts=4", "rollout.group_size=4", "trainer.lr=1e-2", "trainer.num_minibatches=2"]
-    command += ["reward._target_=learnable.reward", *overrides]
-    return Command(*command, cwd=folder.parent, env=env)
+    return [*command, "reward._target_=learnable.reward", *overrides]
 
 
 def make_model_once(place: Path) -> None:

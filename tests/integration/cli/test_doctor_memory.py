@@ -217,3 +217,9 @@ def test_a_frozen_tower_has_no_masters(tmp_path, capsys):
 def test_model_and_gpus_belong_together(given, capsys):
     assert main(["doctor", *given]) == 2
     assert "--model and --gpus belong together" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["0", "-80", "nan"])
+def test_memory_is_a_positive_number(memory, tmp_path, capsys):
+    assert main(["doctor", "--model", str(tmp_path), "--gpus", "2", f"--memory={memory}"]) == 2
+    assert f"--memory is {memory}; it must be a positive number of GiB" in capsys.readouterr().err

@@ -75,13 +75,20 @@ def test_keys_of_a_layout_are_named_with_their_section():
         config(rollout={"ep": 2})
 
 
-def test_layouts_shrink_along_data_parallel_axes_alone():
+def test_layouts_shrink_along_data_parallel_axes():
     assert shrunk(Layout(dp_shard=4), Layout(), 3) == (Layout(dp_shard=3), Layout())
     assert shrunk(Layout(dp_replicate=2, dp_shard=2), Layout(), 3)[0] == Layout(dp_shard=2)
     assert shrunk(Layout(dp_shard=4), Layout(tp=2), 3) == (Layout(dp_shard=2), Layout(tp=2))
     assert shrunk(Layout(dp_shard=4, ep=4), Layout(), 4)[0] == Layout(dp_shard=4, ep=4)
-    with pytest.raises(ConfigError, match=r"1 ranks are left, and trainer.layout \(tp=2\) need more"):
+    with pytest.raises(ConfigError, match=r"1 rank is left, and trainer.layout \(tp=2\) need more"):
         shrunk(Layout(dp_shard=2, tp=2), Layout(), 1)
+
+
+def test_experts_lie_over_fewer_ranks_only_where_they_must():
+    assert shrunk(Layout(dp_shard=4, ep=2), Layout(), 3)[0] == Layout(dp_shard=2, ep=2)
+    spread = Layout(dp_shard=4, ep=4)
+    assert shrunk(spread, spread, 3) == (Layout(dp_shard=3, ep=3), Layout(dp_shard=3, ep=3))
+    assert shrunk(Layout(dp_shard=2, tp=2, ep=4), Layout(tp=2, ep=2), 3) == (Layout(tp=2, ep=2), Layout(tp=2, ep=2))
 
 
 def test_several_ranks_need_a_launcher_which_is_named():

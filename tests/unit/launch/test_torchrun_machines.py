@@ -1,4 +1,4 @@
-"""Each rank of torchrun says where it runs before anything is loaded, and rank 0 waits for that."""
+"""Each rank of torchrun says where it runs before anything is loaded, and rank 0 waits for that; its threads."""
 
 from __future__ import annotations
 
@@ -44,3 +44,15 @@ def test_a_rank_that_does_not_come_is_not_waited_for(address: str, monkeypatch: 
     monkeypatch.setattr(torchrun, "STARTING", timedelta(seconds=0.2))
     with Leader(Torchrun(0, 2, 0, None, address)) as leader:
         assert [each.rank for each in leader.machines()] == [0]
+
+
+@pytest.mark.parametrize(("variable", "neighbours", "threads"), [(None, 2, 6), (None, None, 3), ("12", 2, 12)])
+def test_threads_that_the_user_gives_each_rank_are_not_divided(
+    variable: str | None, neighbours: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has read the variable, or has a thread for each core."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert Torchrun(0, 4, 0, neighbours, "").threads() == threads

@@ -1,0 +1,36 @@
+"""The documented command, by torchrun itself: other tests set its environment."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import main
+
+from tests.support.command import ROOT, Command
+from tests.support.tiny_run import command_of, held, steps
+from tests.support.waiting import until
+
+
+def torchrun(folder: Path, *overrides: str) -> Command:
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "rlloop", *command_of(folder, *overrides)]
+    return Command(*arguments, cwd=folder.parent, env={**os.environ, "PYTHONPATH": f"{ROOT}"}, program=main)
+
+
+def test_its_summary_has_the_error(tmp_path):
+    output, _ = torchrun(tmp_path / "run", "trainer.layout.tp=2", "trainer.layout.cp=2").communicate()
+    summary = output[output.index("Root Cause") :]
+    assert "cp is 2 and tp 2, which both split heads; set trainer.layout.cp=1" in summary, output
+
+
+@pytest.mark.slow
+def test_the_other_ranks_end_after_rank_0_before_torchrun_must_kill_them(tmp_path):
+    run = tmp_path / "run"
+    with held(run, 2):
+        process = torchrun(run, "trainer.layout.dp_shard=2")
+        until(lambda: steps(run) == 2, process)
+        [rank_0] = re.findall(r"process (\d+)", (run / "run.log").read_text())
+        os.kill(int(rank_0), signal.SIGKILL)
+        output, _ = process.communicate()
+    assert output.count("Signal 9 (SIGKILL)") == 1, output
