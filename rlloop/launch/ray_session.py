@@ -60,6 +60,10 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
             f"no Ray cluster answers at ray.address={address}: {error}. One that asks for a token needs "
             "RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN in the environment"
         ) from None
+    except Exception as error:
+        if type(error) is not Exception:  # which Ray raises where its processes are too slow to start
+            raise
+        raise ConfigError(f"Ray did not start on this machine, which may be overloaded: {error}") from None
     # A thread of Ray's prints what became of each worker, in paragraphs and whenever it hears of it: also below the
     # error that ends the run, which says the same. This switch has no public name.
     ray._private.worker._worker_logs_enabled = False

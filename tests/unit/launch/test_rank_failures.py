@@ -1,6 +1,7 @@
 """Errors made from failures of ranks, and reports of their progress."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -11,6 +12,7 @@ from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.ranks import RankFailed, error_of, remaining
 from rlloop.launch.ray_pool import EngineDied
+from rlloop.launch.ray_session import ray_session
 from rlloop.parallel import progress
 from rlloop.parallel.progress import IDLE, WAITS, Watch, doing, tick
 
@@ -50,6 +52,16 @@ def test_an_elastic_run_goes_on_with_those_left():
         remaining(elastic(), failure)
     with pytest.raises(RankFailed, match="rank 1 of 4: slow"):
         remaining(elastic(elastic=True), RankFailed(1, 4, "slow"))
+
+
+def test_a_ray_that_is_too_slow_to_start_is_refused_in_a_line():
+    def times_out(**given):
+        raise Exception("The current node timed out during startup.")  # as `ray._private.node` does, after 30 seconds
+
+    slow = SimpleNamespace(is_initialized=lambda: False, init=times_out)
+    said = "Ray did not start on this machine, which may be overloaded: The current node timed out"
+    with pytest.raises(ConfigError, match=said), ray_session(slow, None, 2.0):
+        pass
 
 
 def report(store, rank, beat, count, what):
