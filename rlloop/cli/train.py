@@ -68,16 +68,9 @@ def main(arguments: Sequence[str]) -> int:
             print(f"# {name}\n" if name else "", end="")
             print(OmegaConf.to_yaml(compose_recipe(args.config_name, overrides), resolve=args.resolve), end="")
         return 0
-    if args.dry_run:
-        from rich.console import Console
-
-        from rlloop.launch.rehearsal import rehearse
-
-        for job in _make_jobs(args.config_name, jobs):
-            rehearse(job, Console())
-        return 0
+    execute = _rehearse_jobs if args.dry_run else _run_jobs
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return _run_jobs(_make_jobs(args.config_name, jobs))
+        return execute(_make_jobs(args.config_name, jobs))
 
     from rlloop.launch.torchrun import Leader, Torchrun, follow
 
@@ -85,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     if here is not None and here.rank > 0:
         return follow(here)
     with nullcontext() if here is None else Leader(here) as leader:
-        return _run_jobs(_make_jobs(args.config_name, jobs), leader)
+        return execute(_make_jobs(args.config_name, jobs), leader)
 
 
 def _make_jobs(recipe: str, sweep: Sequence[tuple[str, list[str]]]) -> list[Job]:
@@ -121,6 +114,16 @@ def _run_name(recipe: str) -> str:
 def _quoted(folder: Path) -> str:
     """A folder as an override's value: quoted if its name has more than plain letters, as those of a multirun have."""
     return str(folder) if re.fullmatch(r"[\w./-]+", str(folder), re.ASCII) else f'"{folder}"'
+
+
+def _rehearse_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
+    from rich.console import Console
+
+    from rlloop.launch.rehearsal import rehearse
+
+    for job in jobs:
+        rehearse(job, Console(), leader)
+    return 0
 
 
 def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:

@@ -12,6 +12,7 @@ from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.prepare import prepare
 from rlloop.launch.run import Job, builder_of
+from rlloop.launch.torchrun import Leader
 from rlloop.models.config import read_config
 from rlloop.parity.monitor import refuse_different_fingerprints
 from rlloop.runs.folder import RunFolder
@@ -19,16 +20,19 @@ from rlloop.runs.folder import RunFolder
 SHOWN = 300  # characters of a prompt
 
 
-def rehearse(job: Job, console: Console) -> None:
+def rehearse(job: Job, console: Console, leader: Leader | None = None) -> None:
     """Build the parts of a run as `train` does, and print what they are. Raises what `train` would before its first
-    step."""
+    step. `leader`: of the other ranks, under torchrun."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     config = job.config
     with ExitStack() as stack:
-        check_launch(config, 1)
+        if leader is None:
+            check_launch(config, 1)
+        else:
+            check_launch(config, leader.here.size, leader.machines)
         prepared = prepare(config, job.reward)
         stack.callback(prepared.scorer.close)
         check_task(config, prepared.task)
@@ -37,7 +41,7 @@ def rehearse(job: Job, console: Console) -> None:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))
         folder = stack.enter_context(RunFolder(Path(scratch)))
         folder.adopt(job.plain)
-        parts = stack.enter_context(builder_of(config)(config, prepared, folder))
+        parts = stack.enter_context(builder_of(config, leader)(config, prepared, folder))
         if config.parity.mode == "require":
             refuse_different_fingerprints(parts.engine.fingerprint(), parts.trainer.fingerprint())
         model, rollout = read_config(Path(prepared.task.model_folder())), config.rollout

@@ -138,6 +138,12 @@ def test_layouts_and_processes_must_agree(tmp_path):
     assert "trainer.layout and rollout.layout have 4 ranks, and torchrun has started 2 processes" in output
 
 
+def test_a_dry_run_builds_all_ranks(tmp_path):
+    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", "rollout.layout.tp=2", "--dry-run")
+    assert "Dry run: everything is built" in finish(ranks)
+    assert not (tmp_path / "run").exists()
+
+
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "norm_topk_prob": True,
