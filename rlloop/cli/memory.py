@@ -83,7 +83,7 @@ def examine_model(
             yield Line(
                 None,
                 "tp, ep and pp",
-                f"the engine's as well, so that it has no weights of its own (with pp it must): {_keys(divided)}",
+                f"the engine's as well, so that it has no weights of its own: {_keys(divided)}",
             )
         copy = fits[0].parts["compute copy"] / GIB
         yield Line(

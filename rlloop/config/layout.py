@@ -11,7 +11,7 @@ from typing import Any
 
 from rlloop.config.limits import at_least, check_limits, limited
 from rlloop.errors import ConfigError
-from rlloop.parallel.layout import Layout, beside, keys_of, with_experts
+from rlloop.parallel.layout import Layout, with_experts
 
 _Degrees: Any = make_dataclass("_Degrees", [(f.name, int, limited(f.default, at_least(1))) for f in fields(Layout)])
 
@@ -51,17 +51,12 @@ class World:
                 f"give {smaller} a number of ranks that divides {size} ({fits}), or {larger} a multiple of {divisor}"
             )
         whole = replace(trainer, dp_replicate=trainer.dp_replicate * (size // trainer.world_size))
-        world = cls(whole, replace(rollout, dp_replicate=1))
-        if not world.stages_agree:
-            raise ConfigError(
-                f"trainer.layout has pp={trainer.pp} and rollout.layout pp={rollout.pp}, and layers are not copied "
-                f"from stage to stage: a rank must have the same ones in both. {_with_same_layers(trainer)}"
-            )
-        return world
+        return cls(whole, replace(rollout, dp_replicate=1))
 
     @property
     def stages_agree(self) -> bool:
-        """True if each rank's trainer holds its engine's layers: all of them, or the same pipeline stage."""
+        """True if each rank's trainer holds its engine's layers: all of them, or the same pipeline stage. Otherwise
+        engines have weights of their own."""
         return self.trainer.pp == 1 or all(
             self.trainer.coordinates(rank)["pp"] == self.engine.coordinates(rank % self.engine.world_size)["pp"]
             for rank in range(self.size)
@@ -80,14 +75,6 @@ class World:
     @property
     def engines(self) -> int:
         return self.size // self.engine.world_size
-
-
-def _with_same_layers(trainer: Layout) -> str:
-    """Layouts to propose for as many ranks, in which a rank's trainer and engine have the same layers."""
-    return (
-        f"Set trainer.layout.pp=1 and trainer.layout.dp_shard={trainer.dp_shard * trainer.pp}, or of rollout.layout "
-        f"{keys_of(beside(trainer)).replace(' ', ', ')} and the other degrees 1"
-    )
 
 
 def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout]:

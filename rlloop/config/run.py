@@ -331,8 +331,8 @@ class RunConfig:
             return
         if layout.pp > 1:
             raise ConfigError(
-                f"rollout.engine={engine} has every layer on every rank, and rollout.layout.pp is {layout.pp}; set pp "
-                "to 1 in both layouts, or rollout.engine=embedded"
+                f"rollout.engine={engine} has every layer on every rank, and rollout.layout.pp is {layout.pp}; set it "
+                "to 1, whatever trainer.layout.pp is, or rollout.engine=embedded"
             )
         if layout.expert_leaves > 1:
             raise ConfigError(

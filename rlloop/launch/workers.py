@@ -166,9 +166,10 @@ class Colocated(Replica):
     ) -> None:  # fmt: skip
         """`opens`: the publisher of the first rank, for `publications.to_store`."""
         Rank.__init__(self, config, threads, place, config.world.trainer, config.world.engine)
-        # Sharded parameters are whole only while the trainer computes with them.
+        # Sharded parameters are whole only while the trainer computes with them; other stages' are on other ranks.
         lora = config.model.lora.rank > 0
-        self._apart = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
+        sharded = config.trainer.shard == "parameters" and self.context.layout.dp_shard > 1 and not lora
+        self._apart = sharded or not config.world.stages_agree
         self._open(config, path, apart=self._apart, beside=True)
         self.trainer = make_trainer(self.model, config, path)
         self.critic = make_critic(config, path, self.context)

@@ -6,6 +6,7 @@ against a cache. Both are traced, and results are compared in the order of compu
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -224,13 +225,15 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
     compared = chain(
         _aligned(trainer, ours, theirs),
         [(Call("lm_head", "logits", our_logits), their_logits, token.position)],
-        [(Call("lm_head", "token_logprob", sampled), scored, token.position)],
+        # Of stages the last alone scores.
+        [(Call("lm_head", "token_logprob", sampled), scored, token.position)] if trainer.stage.last else [],
     )
+    stage = sum(model.context.coordinates["pp"] for model in (engine, trainer))  # above those of earlier layers
     for order, (mine, other, first) in enumerate(compared):
         if (row := first_row(mine.rows, other)) is not None:
             knob = knob_of(mine.op, engine.profile, trainer.profile)
             found = _finding(mine, knob, first + row, other, begins)
-            return replace(found, order=(engine.context.coordinates["pp"], order))
+            return replace(found, order=(math.inf if mine.where == "lm_head" else stage, order))
     return Finding(
         "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",

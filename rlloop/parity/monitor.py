@@ -328,7 +328,7 @@ class Finding:
 
     text: str  # one line
     details: dict[str, Any]  # JSON values for the report
-    order: tuple[int, int] = (0, 0)  # pipeline stage and index of the operation: the lower is computed sooner
+    order: tuple[float, int] = (0, 0)  # of ranks' findings the lowest is computed first: by stages, then operations
 
 
 def report(step: int, objection: str, comparison: Comparison, finding: Finding | None) -> dict[str, Any]:

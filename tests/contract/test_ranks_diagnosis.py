@@ -1,5 +1,6 @@
 """Diagnosis under context parallelism: a rank has its own tokens, or its own heads of all tokens, and the engine has
-all. A planted fault is named with the operation, the ranks and the token; without one, nothing is."""
+all; and over the trainer's stages, of which each has its own layers. A planted fault is named with the operation, the
+ranks and the token; without one, nothing is."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rlloop import Engine, load_model
+from rlloop.models.config import read_config
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
@@ -35,9 +37,9 @@ def faulty(op: str) -> type[Ops]:
     return type("Faulty", (Ops,), {op: call})
 
 
-def found(folder: Path, ep: int, op: str, rank: int | None, prompt: ModelInput | list[int]) -> Finding:
+def found(folder: Path, layout: Layout, op: str, rank: int | None, prompt: ModelInput | list[int]) -> Finding:
     """All ranks' finding for a token that has other bits; the trainer's `op` is at fault on `rank`, or on none."""
-    context = join(torch.device("cpu"), Layout(cp=2, ep=ep))
+    context = join(torch.device("cpu"), layout)
     engine, trainer = load_model(folder), load_model(folder, context=context)
     if rank == context.rank:
         trainer.ops = faulty(op)(trainer.profile)
@@ -49,9 +51,9 @@ def found(folder: Path, ep: int, op: str, rank: int | None, prompt: ModelInput |
 
 
 def findings(
-    folder: Path, ep: int, faults: list[tuple[str, int | None]], prompt: ModelInput | None = None
+    folder: Path, layout: Layout, faults: list[tuple[str, int | None]], prompt: ModelInput | None = None
 ) -> list[Finding]:
-    return [found(folder, ep, op, rank, prompt or PROMPT) for op, rank in faults]
+    return [found(folder, layout, op, rank, prompt or PROMPT) for op, rank in faults]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +61,7 @@ def test_nothing_differs_without_a_fault(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path / family, family)
     experts = family not in ("qwen3",)
     for ep in (1, 2) if experts else (1,):
-        for [finding] in run_ranks(2, findings, tmp_path / family, ep, [("", None)]):
+        for [finding] in run_ranks(2, findings, tmp_path / family, Layout(cp=2, ep=ep), [("", None)]):
             assert finding.details["op"] is None, finding.text
 
 
@@ -67,7 +69,7 @@ def test_pictures_are_compared_by_patches_and_tokens(tmp_path: Path) -> None:
     make_image_checkpoint(tmp_path / "qwen3_vl", "qwen3_vl")
     prompt = prompt_with([20, 21], image(8, 6, 1), [22], image(4, 2, 2), [23])
     faults = [("", None), ("full_attention", 1), ("attention", 1)]
-    [nothing, tower, text], _ = run_ranks(2, findings, tmp_path / "qwen3_vl", 1, faults, prompt)
+    [nothing, tower, text], _ = run_ranks(2, findings, tmp_path / "qwen3_vl", Layout(cp=2), faults, prompt)
     assert nothing.details["op"] is None, nothing.text
     assert "On rank 1 alone: The first operation that differs: full_attention at visual.blocks.0 " in tower.text
     assert "On rank 1 alone: The first operation that differs: attention at model.layers.0 " in text.text
@@ -85,10 +87,25 @@ CASES = {
 def test_a_fault_of_one_rank_is_named_with_the_rank_and_the_token(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path / family, family)
     faults = [(op, rank) for op in CASES[family] for rank in (0, 1)]
-    results, _ = run_ranks(2, findings, tmp_path / family, 1, faults)
+    results, _ = run_ranks(2, findings, tmp_path / family, Layout(cp=2), faults)
     for (op, rank), finding in zip(faults, results, strict=True):
         assert finding.text.startswith(f"On rank {rank} alone: The first operation that differs: "), finding.text
         named = finding.details["op"]
         assert named == op or (op == "rms_norm" and named == "residual sum"), finding.text
         if op == "rms_norm":  # of single tokens: a rank has its own range of them
             assert finding.details["position"] == 10 * rank, finding.text
+
+
+def test_a_fault_of_one_stage_is_named_with_its_rank(tmp_path: Path) -> None:
+    """The logits differ on every rank."""
+    make_checkpoint(tmp_path / "qwen3", "qwen3")
+    faults = [("", None), ("attention", 0), ("attention", 1)]
+    [nothing, *stages], _ = run_ranks(2, findings, tmp_path / "qwen3", Layout(pp=2), faults)
+    assert nothing.details["op"] is None, nothing.text
+    layers = read_config(tmp_path / "qwen3").num_layers
+    for rank, finding in enumerate(stages):
+        layer = rank * layers // 2
+        assert (
+            f"On rank {rank} alone: The first operation that differs: attention at model.layers.{layer} "
+            in finding.text
+        )

@@ -77,6 +77,8 @@ def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path,
         ("trainer.layout.tp=2",),  # an engine on each rank
         ("trainer.layout.pp=2", "rollout.layout.pp=2"),
         ("trainer.layout.dp_shard=2", "rollout.layout.pp=2"),
+        ("trainer.layout.pp=2",),  # stages of the trainer, and a whole engine on each rank
+        ("trainer.layout.pp=2", "rollout.layout.tp=2"),
         ("trainer.layout.dp_shard=2", "trainer.shard=parameters"),
     ],
 )

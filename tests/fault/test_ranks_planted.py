@@ -92,12 +92,15 @@ EACH = "On each of 2 ranks: The first operation that differs: "
         ("stale", ("trainer.layout.tp=2",), "Weights differ on rank 1 alone. The first on rank 1: model."),
         ("stale", (SPREAD, CUT, PIECES), "Weights differ on rank 1 alone. The first on rank 1: model."),
         ("stale", ("trainer.layout.tp=2", "rollout.layout.pp=2"), "rank 1 alone. The first on rank 1: model.layers.1."),
+        ("sum", ("trainer.layout.pp=2",), "On rank 0 alone: The first operation that differs: linear at "),
+        ("stale", ("trainer.layout.pp=2",), "Weights differ on rank 1 alone. The first on rank 1: model."),
         ("stale", STAGES, "Weights differ on rank 3 alone. The first on rank 3: model.layers.1."),
     ],
     ids=[
         "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "all-reduce beside cp",
         "heads of a cp rank", "nothing of a cp rank", "stale shard",
-        "stale shard beside pieces", "stale shard of an engine's stage", "stale shard of a stage",
+        "stale shard beside pieces", "stale shard of an engine's stage", "all-reduce beside stages",
+        "stale whole beside stages", "stale shard of a stage",
     ],
 )  # fmt: skip
 def test_a_fault_between_ranks_is_found_and_named(tmp_path, fault, layouts, said):
@@ -109,5 +112,5 @@ def test_a_fault_between_ranks_is_found_and_named(tmp_path, fault, layouts, said
     assert said in output
     report = json.loads((tmp_path / "run" / "parity_report.json").read_text())
     *_, line = read_records(tmp_path / "run" / "parity.jsonl")
-    ranks = {"stale": [size - 1], "heads": [1], "reported": None}.get(fault, [0, 1])
+    ranks = {"stale": [size - 1], "heads": [1], "reported": None}.get(fault, [0] if "rank 0 alone" in said else [0, 1])
     assert report["doctor"].get("ranks") == line.get("ranks") == ranks

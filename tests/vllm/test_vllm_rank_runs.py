@@ -18,7 +18,7 @@ MIXTURE = {
     **SMALL, **FAMILIES["mixture"], "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4,
     "moe_intermediate_size": 64,
 }  # fmt: skip
-RUN = ["model.path=mixture", "model.dtype=bfloat16", "trainer.num_steps=2", "parity.mode=fallback"]
+RUN = ["model.path=mixture", "model.dtype=bfloat16", "trainer.num_steps=2", "eval.every=1", "parity.mode=fallback"]
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,35 @@ def test_ranks_of_torchrun(embedded: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_experts_over_ranks_in_actors_of_ray(embedded: Path) -> None:
-    place = embedded.parent
-    layouts = ["trainer.layout.dp_shard=2", "rollout.layout.tp=2", "rollout.layout.ep=2"]
-    ray = ["launch=ray", "ray.cpus_per_worker=0.5", "rollout.engine=vllm"]
-    finish(start(place / "ray", 1, *RUN, *ray, *layouts))
-    assert history(place / "ray") == history(embedded)
+def test_stages_of_the_trainer_beside_whole_engines(embedded: Path) -> None:
+    """Both engines again; runs stop after a step, and are resumed with an engine over both ranks."""
+    folder, stages = embedded.parent / "stages", ["trainer.layout.pp=2", "rollout.sleep=true", "checkpoint.every=1"]
+    sweep = ["-m", "rollout.engine=vllm,vllm_stock"]
+    finish(start(folder, 2, *RUN, *stages, *sweep, "trainer.num_steps=1"))
+    finish(start(folder, 2, *RUN, *stages, *sweep, "rollout.layout.tp=2"))
+    exact, stock = (folder / f"rollout.engine={name}" for name in ("vllm", "vllm_stock"))
+    same(exact, embedded, step=2)
+    layouts = [line["layout"] for line in read_records(exact / "parity.jsonl") if "layout" in line]
+    assert layouts == [{"trainer": {"pp": 2}}, {"trainer": {"pp": 2}, "rollout": {"tp": 2}}]
+    for record in list(read_records(exact / "metrics.jsonl"))[1:]:
+        assert record["parity/tokens_different"] == record["parity/k3"] == record["parity/router_different"] == 0
+    records = list(read_records(stock / "metrics.jsonl"))[1:]
+    assert len(records) == 2
+    for record in records:
+        assert record["parity/tokens_different"] > 0
+        assert 0 < record["parity/k3"] < 1e-2  # after an update as well
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("trainer.layout.dp_shard=2", "rollout.layout.tp=2", "rollout.layout.ep=2"),
+        ("trainer.layout.pp=2", "rollout.layout.tp=2"),
+    ],
+    ids=["experts over ranks", "stages of the trainer"],
+)
+def test_in_actors_of_ray(embedded: Path, layouts: tuple[str, ...]) -> None:
+    folder = embedded.parent / f"ray{len(layouts)}"
+    finish(start(folder, 1, *RUN, "launch=ray", "ray.cpus_per_worker=0.5", "rollout.engine=vllm", *layouts))
+    assert history(folder) == history(embedded)

@@ -27,16 +27,23 @@ OURS = ("--config-format", "rlloop", "--load-format", "rlloop", "--dtype", "floa
 
 SAMPLING = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 CONFIG = {**SMALL, **FAMILIES["mixture"]}
+FEW = {
+    **CONFIG,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}  # of 3 ranks the first has none
 
 
 def bits(made: list[Completion]) -> list[tuple]:
     return [(each.token_ids, each.logprobs.tobytes(), each.raw_logprobs.tobytes()) for each in made]
 
 
-def in_this_process() -> list[tuple]:
+def in_this_process(config: dict[str, object], size: int) -> list[tuple]:
     from rlloop.rollout.vllm.engine import VllmEngine
 
-    model = new_model(CONFIG, seed=0, context=join(torch.device("cpu"), Layout(tp=2)))
+    model = new_model(config, seed=0, context=join(torch.device("cpu"), Layout(tp=size)))
     engine = VllmEngine(model, max_cache_tokens=512, max_running=8)
     try:
         return bits(engine.generate(PROMPTS, SAMPLING))
@@ -45,9 +52,10 @@ def in_this_process() -> list[tuple]:
 
 
 @pytest.mark.timeout(900)
-def test_engines_of_ranks_make_the_same() -> None:
-    wanted = bits(Engine(new_model(CONFIG, seed=0)).generate(PROMPTS, SAMPLING))
-    assert run_ranks(2, in_this_process) == [wanted, wanted]
+@pytest.mark.parametrize(("config", "size"), [(CONFIG, 2), (FEW, 3)], ids=["experts", "fewer experts than ranks"])
+def test_engines_of_ranks_make_the_same(config: dict[str, object], size: int) -> None:
+    wanted = bits(Engine(new_model(config, seed=0)).generate(PROMPTS, SAMPLING))
+    assert run_ranks(size, in_this_process, config, size) == [wanted] * size
 
 
 @pytest.mark.timeout(900)

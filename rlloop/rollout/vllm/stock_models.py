@@ -45,6 +45,11 @@ def _check_equal_parts(config: ModelConfig, tp: int) -> None:
         sizes["key-value heads"] = config.num_kv_heads
     if config.mixture is not None:
         sizes["numbers inside an expert"] = config.mixture.expert_size
+        if config.mixture.layers and tp > (experts := config.mixture.num_experts):
+            raise ConfigError(
+                f"rollout.layout.tp is {tp}, and with rollout.engine=vllm_stock it is at most the number of experts, "
+                f"of which {config.architecture} has {experts}; set tp to at most {experts}, or rollout.engine=vllm"
+            )
     for what, size in sizes.items():
         if size % tp:
             raise ConfigError(

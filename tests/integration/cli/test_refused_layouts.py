@@ -24,6 +24,7 @@ from rlloop.recipes.random.task import RandomModel
 from tests.support.tiny_run import make_model
 
 RAY = "launch=ray"
+OBSERVED = "parity.mode=observe"
 OWN_MODEL = {  # what a recipe's own model does not hold: its layout, and the message
     "random": ("trainer.layout.tp=64", "tp is 64, and ranks split layers of 32 heads; set trainer.layout.tp=32"),
     "countdown": ("trainer.layout.pp=4 rollout.layout.pp=4", "pp is 4, and there are 3 layers; set trainer"),
@@ -95,14 +96,28 @@ def test_what_a_given_model_cannot_hold(tmp_path, capsys):
 def test_what_vllms_own_model_cannot_hold(heads, tp, said, tmp_path):
     make_model(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=32)
     model = read_config(tmp_path / "model")
-    config = build(
-        compose_recipe("countdown", [f"rollout.layout.tp={tp}", "rollout.engine=vllm_stock", "parity.mode=observe"])
-    )
     if said is None:
-        check_model(config, model)
+        check_model(in_vllm("vllm_stock", tp), model)
     else:
         with pytest.raises(ConfigError, match=said):
-            check_model(config, model)
+            check_model(in_vllm("vllm_stock", tp), model)
+
+
+def test_vllms_own_model_has_an_expert_for_each_rank(tmp_path):
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 64,
+    }  # fmt: skip
+    make_model(tmp_path, num_attention_heads=4, head_dim=32, **mixture)
+    model = read_config(tmp_path / "model")
+    check_model(in_vllm("vllm_stock", 2), model)
+    check_model(in_vllm("vllm", 4), model)
+    with pytest.raises(ConfigError, match="set tp to at most 2, or rollout"):
+        check_model(in_vllm("vllm_stock", 4), model)
+
+
+def in_vllm(engine, tp):
+    return build(compose_recipe("countdown", [f"rollout.layout.tp={tp}", f"rollout.engine={engine}", OBSERVED]))
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])

@@ -41,13 +41,14 @@ def test_vllm_over_ranks():
         assert over((kind, {"tp": 2}), {"dp_shard": 4}).world.engines == 2
         over((kind, {"tp": 2, "ep": 2}), device="cuda")
         over((kind, {"dp_shard": 2}), {"tp": 2})
+        over((kind, {"tp": 2}), {"pp": 2})
     over((EXACT, {"tp": 4, "ep": 2}))
 
 
 @pytest.mark.parametrize(
     ("engine", "trainer", "named"),
     [
-        ((EXACT, {"pp": 2}), {"pp": 2}, "every layer on every rank, and rollout.layout.pp is 2; set pp to 1"),
+        ((EXACT, {"pp": 2}), {"pp": 2}, "every layer on every rank, and rollout.layout.pp is 2; set it to 1"),
         (
             (EXACT, {"dp_shard": 2, "tp": 2, "ep": 4}),
             {},

@@ -1,7 +1,5 @@
 """Worlds of trainer and engines, and those that are left when ranks are lost."""
 
-import re
-
 import pytest
 
 from rlloop.config.fleet import FleetConfig, FleetKind
@@ -40,32 +38,15 @@ def test_a_remainder_is_refused():
         config({"dp_shard": 4}, {"tp": 3})
 
 
-def test_a_rank_has_the_same_stage_in_trainer_and_engine():
-    assert World.of(Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=2)).engines == 1
-    for trainer, rollout in ((Layout(pp=2), Layout()), (Layout(pp=2, dp_shard=2), Layout(pp=2))):
-        with pytest.raises(ConfigError, match="a rank must have the same ones in both"):
-            World.of(trainer, rollout)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "rollout", "said"),
-    [
-        ({"pp": 2, "dp_shard": 3}, {}, "dp_shard=6, or of rollout.layout dp_shard=3, pp=2 and"),
-        ({"pp": 2, "dp_replicate": 2}, {"pp": 2, "dp_replicate": 2}, "dp_shard=2, pp=2 and"),
-        ({"pp": 2, "cp": 2, "ep": 2}, {"pp": 4}, "dp_shard=2, pp=2, ep=2 and"),
-        ({"pp": 2}, {"tp": 4}, "dp_shard=2, or of rollout.layout pp=2 and"),
-    ],
-)
-def test_layouts_whose_stages_differ_name_some_that_fit(trainer, rollout, said):
-    with pytest.raises(ConfigError, match="a rank must have the same ones in both") as refused:
-        config(trainer, rollout)
-    text = str(refused.value)
-    assert said in text
-    degree = trainer["pp"] * trainer.get("dp_shard", 1)
-    World.of(Layout(**{**trainer, "pp": 1, "dp_shard": degree}), Layout(**rollout))
-    engine = re.findall(r"(\w+)=(\d+)", text.partition("or of rollout.layout ")[2])
-    offered = config(trainer, {axis: int(degree) for axis, degree in engine}).world
-    assert offered.size == Layout(**trainer).world_size
+def test_engines_share_weights_where_each_rank_has_the_same_stage_in_both():
+    for trainer, rollout in ((Layout(pp=2, dp_shard=2),) * 2, (Layout(dp_shard=2), Layout(pp=2))):
+        assert World.of(trainer, rollout).stages_agree
+    for trainer, rollout in (
+        (Layout(pp=2), Layout()),
+        (Layout(pp=2), Layout(tp=2)),
+        (Layout(pp=2, dp_shard=2), Layout(pp=2)),
+    ):
+        assert not World.of(trainer, rollout).stages_agree
 
 
 def test_keys_of_a_layout_are_named_with_their_section():

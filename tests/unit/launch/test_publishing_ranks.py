@@ -35,6 +35,8 @@ LAYOUTS = {  # of trainer and engines
     "tp": ["trainer.layout.tp=2", "rollout.layout.tp=2"],
     "ep": ["trainer.layout.dp_shard=2", "trainer.layout.ep=2", "rollout.layout.tp=2"],
     "pp": ["trainer.layout.pp=2", "rollout.layout.pp=2"],
+    "stages": ["trainer.layout.pp=2", "rollout.layout.tp=2"],
+    "adapter of stages": ["trainer.layout.pp=2", "model.lora.rank=2"],
     "adapter": ["trainer.layout.dp_shard=2", "rollout.layout.tp=2", "model.lora.rank=2"],
     "fp8": ["trainer.layout.dp_shard=2", "rollout.layout.dp_shard=2", "model.quantize=fp8"],
 }
