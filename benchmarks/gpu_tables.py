@@ -139,6 +139,8 @@ def main() -> int:
     if args.table == "all" and args.more:
         parser.error("what follows -- is for one table's script; name the table")
     failed = []
+    if args.table == "all" and all(lacks(table, gpus) for table in TABLES.values()):
+        parser.error(f"this machine, with {gpus} GPUs, can run no table; without a name they are listed, and why")
     for name in TABLES if args.table == "all" else [args.table]:
         table = TABLES[name]
         if reason := lacks(table, gpus):
