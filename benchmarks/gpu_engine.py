@@ -1,4 +1,4 @@
-"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and nine shapes of models.
+"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and twelve shapes of models.
 
     python benchmarks/gpu_engine.py [--vllm] [--sglang FOLDER] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--list]
 

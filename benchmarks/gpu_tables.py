@@ -41,7 +41,7 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, ten shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling: five regimes, twelve shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
     "latency": Table(
         "gpu_latency.py", "latency of a server under arrivals", 30, "--vllm", peer="vllm",
