@@ -42,7 +42,7 @@ def table(names: list[str]) -> str:
         place = f"{each['gpu']}, {each['host']}" if each.get("host") else each["gpu"]
         source = f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {place}; {packages}."
         ratio = number(each["ratio"]) + ", in the spread" * overlap(each)
-        cells = [each["name"], value, peer, ratio, number(each["aim"])]
+        cells = [each["name"], value, peer, ratio, number(each.get("aim"))]
         cells += [number(each.get("roofline"))] if bounded else []
         cells.append(str(sources.setdefault(source, len(sources) + 1)))
         rows.append(f"| {' | '.join(cells)} |")
