@@ -118,13 +118,9 @@ def main() -> None:
         for name, taken in (("whole", plain), ("shared", shared)):
             least, middle, most = min(taken), statistics.median(taken), max(taken)
             print(f"{what}, {name}: {least:.3f} / {middle:.3f} / {most:.3f} s (min, median, max)")
-        figures.append(
-            Figure(
-                name=f"{what}, {kind} {dtype}, {args.group} x ({prompt} + {new // 2} to {new}), one prompt",
-                unit="tokens/s", value=tokens / statistics.median(shared), peer="the same, every sequence whole",
-                peer_value=tokens / statistics.median(plain), aim=AIM,
-            )
-        )  # fmt: skip
+        title = f"{what}, {kind} {dtype}, {args.group} x ({prompt} + {new // 2} to {new}), one prompt"
+        mine, whole = ([tokens / each for each in taken] for taken in (shared, plain))
+        figures.append(Figure.of_rounds(title, "tokens/s", mine, "the same, every sequence whole", whole, aim=AIM))
     report("shared-prompts", figures, packages=() if cpu else ("triton",), write=not args.no_write)
 
 

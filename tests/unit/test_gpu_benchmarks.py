@@ -246,6 +246,21 @@ def test_without_a_gpu_a_script_says_that_it_needs_one(module, script, monkeypat
         module(script).main()
 
 
+def test_the_cpu_trainer_is_measured_in_turns_and_shows_its_rounds(module):
+    train = module("train")
+    asked, seconds = [], iter([9.0, 9.0, 2.0, 4.0, 1.0, 8.0])  # the first round of each is not counted
+
+    class Side:
+        def send(self, name):
+            asked.append(name)
+
+        def recv(self):
+            return next(seconds)
+
+    assert train.speeds(2, 8, (Side(), "mine"), (Side(), "theirs")) == [[4.0, 8.0], [2.0, 1.0]]
+    assert asked == ["mine", "theirs"] * 3
+
+
 def test_a_step_beside_a_publication_is_measured_on_a_cpu(module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_delta.py", "--tiny", "--rounds", "1"])
     module("gpu_delta").main()
