@@ -303,11 +303,11 @@ def main() -> int:
         side, folder, settings = args.child
         child(side, Path(folder), json.loads(settings))
         return 0
-    if not args.tiny:
-        need_gpus(instead="--tiny runs a toy on a CPU")
     check_layers(parser, args)
     if args.find_longest and args.without:
         parser.error("--find-longest needs both sides; leave --without out")
+    if not args.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     with tempfile.TemporaryDirectory() as folder:
         run = Run(args, Path(folder))
         save_random(run.config, folder)
