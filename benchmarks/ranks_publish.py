@@ -128,7 +128,7 @@ def main() -> None:
     ]  # fmt: skip
     report("ranks-publish", figures, part=False, write=settings.record)
     for size, (rounds, _, _) in found.items():
-        low, *_, high = sorted(rounds)
+        low, high = min(rounds), max(rounds)
         print(f"{size} ranks: {low:.3f} / {sorted(rounds)[len(rounds) // 2]:.3f} / {high:.3f} s, same manifests")
 
 
