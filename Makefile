@@ -42,7 +42,7 @@ demo: $(VENV)/.ready
 	@echo "1 of 3  warm start, 1 to 2 minutes: learns the format from demonstrations."
 	@echo "        Before it, the first time, kernels are compiled: half a minute"
 	$(BIN)/rlloop train countdown run.dir=$(RUN) --dry-run
-	@echo "2 of 3  RL at zero KLD, 4 to 10 minutes. Its curve, from the first steps on:"
+	@echo "2 of 3  RL at zero KLD, 3 to 10 minutes. Its curve, from the first steps on:"
 	@echo "        $(BIN)/rlloop dashboard $(patsubst %/,%,$(dir $(RUN)))"
 	$(BIN)/rlloop train countdown run.dir=$(RUN)
 	@echo "3 of 3  the supervised arm, 2 to 4 minutes: the same demonstrations, longer"

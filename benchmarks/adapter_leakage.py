@@ -100,7 +100,7 @@ def run(adapters: int, switches: int, slots: int, device: str = "cpu", seed: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapters", type=int, default=64)
     parser.add_argument("--switches", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=8)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_shapes import MODELS, make_folder
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
 
 from rlloop.models import new_model, save_model
@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, nothing recorded")
     given = parser.parse_args()
+    if not given.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     figures = []
     for model in [given.only] if given.only else list(MODELS):
         name, config = MODELS[model]

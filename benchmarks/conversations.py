@@ -17,11 +17,11 @@ waits for its slowest tool, would take at least the sum of the rounds' slowest t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import queue
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -199,5 +199,8 @@ def _model() -> Path:
 
 
 if __name__ == "__main__":
-    measure, given = (train, sys.argv[2:]) if sys.argv[1:2] == ["run"] else (main, sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="COUNT", help="CONVERSATIONS and TURNS, or `run` and STEPS")
+    words = parser.parse_args().words
+    measure, given = (train, words[1:]) if words[:1] == ["run"] else (main, words)
     print(json.dumps(measure(*map(int, given))))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from gpu_shapes import random_model
 from offload import SHAPES, config
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 from rlloop import SamplingParams
 from rlloop.models import save_model
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="measure vLLM's multi-LoRA too")
     parser.add_argument("--no-write", action="store_true", help="print only")
     given = parser.parse_args()
+    need_gpus()
     figures = []
     for shape in given.shape:
         with tempfile.TemporaryDirectory() as place:

@@ -16,7 +16,7 @@ import statistics
 import torch
 import torch.nn.functional as F
 from gpu_shapes import seconds
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="record these beside the rest")
     parser.add_argument("--quick", action="store_true", help="one model, nothing recorded")
     args = parser.parse_args()
+    need_gpus()
     torch.manual_seed(0)
     vllm = importlib.util.find_spec("vllm") is not None
     figures = []

@@ -5,6 +5,7 @@ python benchmarks/gpu_countdown.py [KEY=VALUE ...]
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,16 +14,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe")
+    overrides = parser.parse_args().overrides
+    need_gpus()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         train = [sys.executable, "-m", "rlloop", "train", "--config-name", "countdown/gpu"]
         begin = time.perf_counter()
         # A cache of its own: what an earlier run's warm start left must not shorten this one.
-        command = [*train, f"run.dir={folder / 'run'}", *sys.argv[1:]]
+        command = [*train, f"run.dir={folder / 'run'}", *overrides]
         subprocess.run(command, env={**os.environ, "RLLOOP_CACHE": place}, check=True)
         whole = time.perf_counter() - begin
         summary = json.loads((folder / "run" / "summary.json").read_text())

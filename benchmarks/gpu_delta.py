@@ -1,6 +1,7 @@
 """Weight sync of a model of Qwen3-8B's shape: encode and publish, apply and verify, on the GPU and on the host's cores.
 
     python benchmarks/gpu_delta.py [--layers 36] [--rounds 3] [--only device|host|step] [--sequences 128]
+    python benchmarks/gpu_delta.py --tiny      # a toy's `step` on a CPU
 
 Weights are drawn on the device (normal, 0.02); a version is an update of lr 1e-6 by numbers such as Adam's, rounded to
 bfloat16, and versions go back and forth between two states. The store is a folder in shared memory. `device`: the
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report, table
 
 from rlloop.sync.bits import Bits, processors
 from rlloop.sync.live import LiveTarget, device_tensors_of
@@ -148,7 +149,7 @@ def stepped(layers: int, rounds: int, sequences: int, device: str) -> list[Figur
         engine: Any = Live()
         reference: Any = NoCanary()
         begin = beside_the_trainer(model, publisher, on_device=True)
-        sync = RegionSync(begin, publisher.anchor, publisher, engine, reference, thread)
+        sync = RegionSync(begin, publisher.anchor, engine, reference, thread)
         version = 0
         sync.publish(version).result()
         for turn in range(rounds + 1):
@@ -191,14 +192,19 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--sequences", type=int, default=128, help="in a step of `step`, of 512 tokens each")
     parser.add_argument("--only", choices=["device", "host", "step"])
+    parser.add_argument("--tiny", action="store_true", help="`step` of a toy on a CPU, nothing recorded")
     args = parser.parse_args()
+    if args.tiny:
+        print(table(stepped(2, args.rounds, args.sequences, "cpu")))
+        return
+    need_gpus(instead="--tiny runs a toy on a CPU")
     figures = []
     if args.only in (None, "step"):
-        figures += stepped(args.layers, args.rounds, args.sequences, "cuda" if torch.cuda.is_available() else "cpu")
+        figures += stepped(args.layers, args.rounds, args.sequences, "cuda")
     if args.only != "step":
         figures += versions_measured(args.layers, args.lr, args.rounds, args.only)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    report("gpu-delta", figures, packages=("triton",), device=f"{name}, {processors()} processors")
+    device = f"{torch.cuda.get_device_name()}, {processors()} processors"
+    report("gpu-delta", figures, packages=("triton",), device=device)
 
 
 def versions_measured(layers: int, lr: float, rounds: int, only: str | None) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and nine shapes of models.
+"""Tokens per second of sampling on a GPU, bfloat16, with logprobs, in five regimes and twelve shapes of models.
 
     python benchmarks/gpu_engine.py [--vllm] [--sglang FOLDER] [--cells '8B/*' 'mixture/one'] [--seconds 540] [--list]
 
@@ -48,7 +48,7 @@ import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from engine_sides import AS_IT_COMES, SETUPS, STATES, Run, model_of, rlloop_side, setups_of, vllm_side, written
 from gpu_shapes import EVERY, RECURRENT, SHAPES, TINIES, bytes_of, make_folder
-from results_schema import Figure, device_name, report
+from results_schema import Figure, device_name, need_gpus, report
 from roofline import device_rates, engine_speed
 
 ROUNDS, SCORED = 5, 32768  # tokens that the trainer scores at least
@@ -331,6 +331,8 @@ def main() -> None:
         else:
             serve(what, Path(folder), json.loads(settings))
         return
+    if not (args.tiny or args.list):
+        need_gpus(instead="--tiny runs a toy on a CPU")
     asked = ["rlloop", *(["vllm", "tier1"] if args.vllm else []), *([engine_sglang.KIND] if args.sglang else [])]
     names = [name for name, (kind, _) in SIDES.items() if kind in asked and name not in args.without]
     packages = ["triton", *(["vllm"] if args.vllm else [])]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from gpu_shapes import L2_BYTES, seconds
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
 
 from rlloop.numerics.ops import ops_for
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three numbers of tokens, nothing recorded")
     args = parser.parse_args()
+    need_gpus()
     name, theirs = peer()
     figures = []
     generator = torch.Generator("cuda").manual_seed(0)

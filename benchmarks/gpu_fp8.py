@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from gpu_shapes import L2_BYTES, seconds
 from ranks_experts import MIXTURE, TINY
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
 
 from rlloop.algorithms import get_loss
@@ -204,6 +204,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="that a model of `kl` trains for")
     parser.add_argument("--tiny", action="store_true", help="`kl` with toys on a CPU, nothing recorded")
     given = parser.parse_args()
+    if not given.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     figures = list[Figure]()
     if not given.tiny:
         torch.manual_seed(0)

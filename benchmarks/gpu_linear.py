@@ -24,10 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from gpu_shapes import L2_BYTES, seconds
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
-
-from rlloop.numerics.kernels.triton.backend import linear
 
 SHAPES = {  # model -> name -> (K, N)
     "0.6B": {
@@ -74,6 +72,8 @@ def cases(numbers: tuple[int, ...]) -> Iterator[Case]:
 
 
 def ours(x: Tensor, weight: Tensor) -> Tensor:
+    from rlloop.numerics.kernels.triton.backend import linear  # needs Triton, which --help does not
+
     return linear(x, weight, None)
 
 
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="record these numbers of rows beside the rest")
     parser.add_argument("--vllm", nargs="+", help=argparse.SUPPRESS)  # the other process: a path, then numbers of rows
     args = parser.parse_args()
+    need_gpus()
     with torch.inference_mode():
         if args.vllm:
             path, *numbers = args.vllm

@@ -34,7 +34,7 @@ import torch
 from children import tell, told
 from gpu_shapes import random_model, seconds
 from ranks_experts import MIXTURE, TINY
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 from rlloop import SamplingParams
 from rlloop.algorithms import get_loss
@@ -262,6 +262,8 @@ def main() -> None:
     if given.child:
         measure(given.child, given.memory[0], given.ranks, given.tiny)
         return
+    if not given.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
 
     def known(figure: Figure, device: str | None = None) -> None:
         report("gpu-packed", [figure], packages=("triton",), device=device, part=True, write=not given.tiny)

@@ -34,7 +34,7 @@ from compile_ahead import compile_ahead, progress
 from gpu_shapes import seconds
 from recurrent_peers import PLACE, Call, Shape, elapsed, inputs
 from recurrent_worker import Worker
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor
 
 from rlloop.numerics.layout import AttentionLayout, RecurrentState
@@ -209,6 +209,8 @@ def main() -> None:
     if args.list:
         print("\n".join(picked))
         return
+    if not args.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     packages = [package for module, package in peers.PACKAGES.items() if peers.here(module)]
     for cell in cells.within({cell: [cell] for cell in picked}, args.seconds):
         name, work = cell.split("/")

@@ -36,7 +36,7 @@ import cells
 import numpy as np
 from children import tell, told
 from gpu_shapes import EVERY, MODELS, bytes_of, make_folder
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from train_peers import Peer, Row, timed
 
 WARM, ROUNDS, LR = 2, 5, 1e-6
@@ -317,6 +317,8 @@ def main() -> int:
         what, folder, model, rounds = args.child
         child(what, Path(folder), model, int(rounds))
         return 0
+    if not args.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     models, failed = ["tiny"] if args.tiny else args.only or list(MODELS), False
     for model in cells.within({model: [model] for model in models}, args.seconds, option="--only"):
         words, size = EVERY[shape_of(model)][0], SMALL if args.tiny else FULL

@@ -41,7 +41,7 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, ten shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling: five regimes, twelve shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
     ),
     "latency": Table(
         "gpu_latency.py", "latency of a server under arrivals", 30, "--vllm", peer="vllm",
@@ -139,6 +139,8 @@ def main() -> int:
     if args.table == "all" and args.more:
         parser.error("what follows -- is for one table's script; name the table")
     failed = []
+    if args.table == "all" and all(lacks(table, gpus) for table in TABLES.values()):
+        parser.error(f"this machine, with {gpus} GPUs, can run no table; without a name they are listed, and why")
     for name in TABLES if args.table == "all" else [args.table]:
         table = TABLES[name]
         if reason := lacks(table, gpus):

@@ -38,7 +38,7 @@ import cells
 import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from gpu_shapes import EVERY, SHAPES, bytes_of, make_folder
-from results_schema import Figure, device_name, report
+from results_schema import Figure, device_name, need_gpus, report
 from roofline import device_rates, train_speed
 from train_peers import Peer, Row, timed
 
@@ -283,6 +283,8 @@ def main() -> int:
         folder, device, budget, turns, what = args.child
         serve(what, Path(folder), device, int(budget), turns == "1")
         return 0
+    if not (args.tiny or args.list):
+        need_gpus(instead="--tiny runs a toy on a CPU")
     names = [name for name in SIDES if name not in args.without]
 
     def record(figures: list[Figure]) -> None:

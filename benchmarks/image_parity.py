@@ -123,7 +123,7 @@ def teach(folder: Path, steps: tuple[int, ...], seed: int, pictures: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, 30 steps; recorded nowhere")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the last seed's model and its pictures there")
     args = parser.parse_args()

@@ -46,7 +46,7 @@ from children import told
 from gpu_shapes import SHAPES, TINY, save_random
 from long_context_rl import read_alone, rl_figures, rl_steps
 from long_context_sides import measure, ours, search, theirs
-from results_schema import Figure, device_name, report
+from results_schema import Figure, device_name, need_gpus, report
 from roofline import device_rates, train_speed
 
 if TYPE_CHECKING:
@@ -306,6 +306,8 @@ def main() -> int:
     check_layers(parser, args)
     if args.find_longest and args.without:
         parser.error("--find-longest needs both sides; leave --without out")
+    if not args.tiny:
+        need_gpus(instead="--tiny runs a toy on a CPU")
     with tempfile.TemporaryDirectory() as folder:
         run = Run(args, Path(folder))
         save_random(run.config, folder)

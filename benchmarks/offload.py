@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from children import tell, told
-from results_schema import Figure, report, table
+from results_schema import Figure, need_gpus, report, table
 
 SETTINGS, MICRO_BATCH, GIB = ("none", "moments", "masters"), 16384, 1 << 30
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, head dim, vocabulary
@@ -239,6 +239,8 @@ def main() -> None:
     if given.child:
         measure(given.shape, given.layers, given.tokens, given.child, given.steps)
         return
+    if given.shape != "tiny":
+        need_gpus(instead="--shape tiny --tokens 512 1024 --no-write runs on a CPU")
     every: list[Figure] = []
     for device, figures in compared(given):
         every += figures

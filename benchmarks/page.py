@@ -3,7 +3,10 @@
     python benchmarks/page.py            # rewrites docs/benchmarks.md from benchmarks/results/NAME.json
     python benchmarks/page.py --check    # exit code 1 where docs/benchmarks.md says anything else
 
-`NAME:text&other` takes only the records whose name contains both.
+`NAME:text&other` takes only the records whose name contains both. A row's last cell is the number of the run below the
+table that measured it; "in the spread" says that the rounds of both sides overlap.
+
+`earlier.json` has records of other machines and of former commits which the documentation still quotes.
 """
 
 from __future__ import annotations
@@ -29,19 +32,29 @@ def table(names: list[str]) -> str:
     """A Markdown table of the named results, and under it where, with what and at which commit they were measured."""
     found = [record for name in names for record in records(name)]
     bounded = any(each.get("roofline") for each in found)
-    heads = ["measure", "rlloop", "compared with", "ratio", "aim", *(["the device allows"] if bounded else [])]
+    heads = ["measure", "rlloop", "compared with", "ratio", "aim", *(["the device allows"] if bounded else []), "run"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    sources: dict[str, None] = {}
+    sources: dict[str, int] = {}  # its number
     for each in found:
         peer = f"{each['peer']}: {rounds(each, 'peer_value', 'peer_spread')}" if each["peer"] else ""
         value = f"{rounds(each, 'value', 'spread')} {each['unit']}"
-        cells = [each["name"], value, peer, number(each["ratio"]), number(each["aim"])]
-        cells += [number(each.get("roofline"))] if bounded else []
-        rows.append(f"| {' | '.join(cells)} |")
         packages = ", ".join(f"{package} {version}" for package, version in each["versions"].items())
         place = f"{each['gpu']}, {each['host']}" if each.get("host") else each["gpu"]
-        sources[f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {place}; {packages}."] = None
-    return "\n".join([*rows, "", *(f"- {source}" for source in sources)])
+        source = f"`{each['command']}` at {each['commit'][:7]}, {each['date']}: {place}; {packages}."
+        ratio = number(each["ratio"]) + ", in the spread" * overlap(each)
+        cells = [each["name"], value, peer, ratio, number(each.get("aim"))]
+        cells += [number(each.get("roofline"))] if bounded else []
+        cells.append(str(sources.setdefault(source, len(sources) + 1)))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*rows, "", *(f"{number}. {source}" for source, number in sources.items())])
+
+
+def overlap(record: dict[str, Any]) -> bool:
+    """True if the rounds of both sides overlap."""
+    if not (record.get("spread") and record.get("peer_spread")):
+        return False
+    (least, most), (peer_least, peer_most) = record["spread"], record["peer_spread"]
+    return least <= peer_most and peer_least <= most
 
 
 def rounds(record: dict[str, Any], value: str, spread: str) -> str:

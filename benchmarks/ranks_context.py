@@ -28,7 +28,7 @@ import torch
 from long_context import OUTGROWN, POSITIONS, check_layers, config_of, memory_figures, predicted, title_of, words_of
 from long_context_sides import needed, sequence
 from ranks_train import FOUND, our_model, run_ranks
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 from rlloop.parallel.layout import Layout
 
@@ -167,11 +167,11 @@ def main() -> int:
         torch.set_num_threads(1 if given.tiny else 4)
         child(Setting(given, int(rank), int(size)), address, Path(out))
         return 0
+    if not args.tiny:
+        need_gpus(max(args.cp or [1]), "--tiny runs a toy on a CPU")
     end, there = time.monotonic() + args.seconds, 2 if args.tiny else torch.cuda.device_count()
     args.lengths = sorted(args.lengths or (SMALL if args.tiny else LENGTHS))
     sizes = sorted(args.cp or [size for size in (1, 2, 4) if size <= there])
-    if sizes[-1] > there and not args.tiny:
-        parser.error(f"--cp {sizes[-1]}: this machine has {there} GPUs")
     if not (least := PROMPT[args.tiny] + 2) <= args.lengths[0] <= args.lengths[-1] <= POSITIONS:
         parser.error(f"--lengths: from {least:,} up to {POSITIONS:,} tokens")
     check_layers(parser, args)

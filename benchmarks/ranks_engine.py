@@ -31,7 +31,7 @@ import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns, prepare, rehearsed, when_prepared
 from gpu_shapes import save_random
 from profiled import profiled
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
@@ -177,6 +177,7 @@ def main() -> None:
     if given.child:
         serve(given.child[0], given.child[1], given.tp)
         return
+    need_gpus(given.tp)
     vllm = given.vllm and not given.profile
     names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
     works = given.only or list(WORK)

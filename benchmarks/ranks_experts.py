@@ -26,7 +26,7 @@ from children import Child, Rounds, answer, in_turns, prepare, rehearsed, when_p
 from gpu_shapes import save_random
 from profiled import profiled
 from ranks_engine import left_out, vllm_side
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 MIXTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
@@ -149,6 +149,8 @@ def main() -> None:
     if given.child:
         child(given.child, given.folder, given.gpus, given.tiny)
         return
+    if not given.tiny:
+        need_gpus(given.gpus, "--tiny runs a toy on a CPU")
     vllm = given.vllm and not given.profile
     names = [name for name in SIDES if (vllm or name == "rlloop") and name not in given.without]
     works = given.only or list(WORK)

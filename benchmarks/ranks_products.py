@@ -16,12 +16,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from torch import Tensor, nn
 
 from rlloop.models.peer_gathers import PeerGathers
-from rlloop.numerics.kernels.triton import backend as kernels
-from rlloop.numerics.kernels.triton import peers
 from rlloop.parallel.context import join
 from rlloop.parallel.division import evenly
 from rlloop.parallel.layout import Layout
@@ -35,6 +33,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     given = parser.parse_args()
+    need_gpus(2)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it on every GPU: torchrun --nproc-per-node N benchmarks/ranks_products.py")
+    from rlloop.numerics.kernels.triton import backend as kernels
+    from rlloop.numerics.kernels.triton import peers
+
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -132,6 +136,8 @@ def held(w: Tensor) -> nn.Parameter:
 
 def whole_layer(x: Tensor, q: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The same on one rank: the bits to have."""
+    from rlloop.numerics.kernels.triton import backend as kernels
+
     y = kernels.linear(kernels.linear(x, q, None), o, None)
     return kernels.linear(kernels.silu_mul(kernels.linear(y, gate, None), kernels.linear(y, up, None)), down, None)
 

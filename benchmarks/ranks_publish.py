@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpu_delta import shapes, shared_memory
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 from rlloop.parallel.collectives import Ranks
 from rlloop.sync.bits import processors
@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/ranks-publish.json")
     settings = parser.parse_args()
+    if settings.device == "cuda":
+        need_gpus(max(settings.ranks), "--device cpu --layers 2 runs on a CPU")
     found = {size: published(size, settings) for size in settings.ranks}
     first = settings.ranks[0]
     if any(manifests != found[first][2] for _, _, manifests in found.values()):
@@ -126,7 +128,7 @@ def main() -> None:
     ]  # fmt: skip
     report("ranks-publish", figures, part=False, write=settings.record)
     for size, (rounds, _, _) in found.items():
-        low, *_, high = sorted(rounds)
+        low, high = min(rounds), max(rounds)
         print(f"{size} ranks: {low:.3f} / {sorted(rounds)[len(rounds) // 2]:.3f} / {high:.3f} s, same manifests")
 
 

@@ -35,7 +35,7 @@ import torch
 from children import LEAST, Child, answer, interrupted_by_terms
 from gpu_shapes import save_random
 from ranks_train import Setting, our_model, peer_model
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 REQUESTS, PROMPT, NEW = 128, 128, 256  # for each GPU
 BUDGET, WARM, STEPS, LR = 32 * (PROMPT + NEW), 4, 5, 1e-6
@@ -256,6 +256,8 @@ def main() -> None:
         torch.set_num_threads(1 if args.tiny else 4)
         child(what, Setting(int(rank), size, args.tiny, "optimizer", args.layers), Path(folder))
         return
+    if not args.tiny:
+        need_gpus(max(size, 1), "--tiny runs a toy on a CPU")
     setting, alone = (Setting(0, ranks, args.tiny, "optimizer", args.layers) for ranks in (size, 1))
     runs = {"rlloop": (setting, ["rlloop"]), "vLLM + FSDP2": (setting, ["vllm", "fsdp"]), "alone": (alone, ["rlloop"])}
     if not args.vllm:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 
 if TYPE_CHECKING:
     from rlloop.parallel.layout import Layout
@@ -263,6 +263,8 @@ def main() -> None:
         torch.set_num_threads(1 if args.tiny else 4)
         child(what, Setting(int(rank), size, args.tiny, args.shard, args.layers), address, Path(out))
         return
+    if not args.tiny:
+        need_gpus(max(size, 1), "--tiny runs a toy on a CPU")
     setting = Setting(0, size, args.tiny, args.shard, args.layers)
     mine = in_children("rlloop", setting) if args.only != "peer" else None
     theirs = in_children("peer", setting) if args.only != "rlloop" else None

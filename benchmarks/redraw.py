@@ -22,7 +22,7 @@ WAYS = ("logprobs alone", "and raw logprobs", "and draws")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of raw logprobs and draws in an update.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-write", action="store_true", help="print only")

@@ -154,6 +154,15 @@ def versions(*packages: str) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
 
 
+def need_gpus(count: int = 1, instead: str = "") -> None:
+    """End the script, before it starts anything, where PyTorch finds fewer GPUs; `instead` says what runs there."""
+    import torch
+
+    if (there := torch.cuda.device_count()) < count:
+        needs = f"{Path(sys.argv[0]).name} needs {count} GPU{'s' * (count > 1)}"
+        raise SystemExit("; ".join(filter(None, [needs, f"PyTorch {torch.__version__} finds {there}", instead])))
+
+
 def device_name() -> str:
     """The GPU if there is one; else the processor and the number of threads that torch uses."""
     import torch

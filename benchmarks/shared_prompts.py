@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from gpu_shapes import QWEN3_06B
-from results_schema import Figure, report
+from results_schema import Figure, need_gpus, report
 from train import CONFIG
 
 from rlloop.algorithms import get_loss
@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     cpu = args.device == "cpu"
+    if not cpu:
+        need_gpus(instead="--device cpu trains a small model")
     prompt, new = args.prompt or (1024 if cpu else 8192), args.new or (64 if cpu else 512)
     config, kind, dtype = (SMALL, "3M", "float32") if cpu else (QWEN3_06B, "0.6B shape", "bfloat16")
     batch = make_group(config["vocab_size"], args.group, prompt, new)
@@ -116,13 +118,9 @@ def main() -> None:
         for name, taken in (("whole", plain), ("shared", shared)):
             least, middle, most = min(taken), statistics.median(taken), max(taken)
             print(f"{what}, {name}: {least:.3f} / {middle:.3f} / {most:.3f} s (min, median, max)")
-        figures.append(
-            Figure(
-                name=f"{what}, {kind} {dtype}, {args.group} x ({prompt} + {new // 2} to {new}), one prompt",
-                unit="tokens/s", value=tokens / statistics.median(shared), peer="the same, every sequence whole",
-                peer_value=tokens / statistics.median(plain), aim=AIM,
-            )
-        )  # fmt: skip
+        title = f"{what}, {kind} {dtype}, {args.group} x ({prompt} + {new // 2} to {new}), one prompt"
+        mine, whole = ([tokens / each for each in taken] for taken in (shared, plain))
+        figures.append(Figure.of_rounds(title, "tokens/s", mine, "the same, every sequence whole", whole, aim=AIM))
     report("shared-prompts", figures, packages=() if cpu else ("triton",), write=not args.no_write)
 
 

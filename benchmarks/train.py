@@ -9,8 +9,8 @@ logprobs) with GRPO, one clipping by global norm and one fused AdamW a step, on 
   at completion positions only, log_softmax, PPO-clipped token mean in float32, no metrics, no entropy.
 
 Each has a process of its own, because rlloop sets the OpenMP wait policy for its whole process; they take turns, and of
-each the fastest of the rounds counts. `uniform` has no padding, so the plain loop computes nothing in vain; `ragged` is
-what sampling gives. Tokens are those of the sequences, prompts included, padding not.
+each the median of its rounds counts, beside least and most. `uniform` has no padding, so the plain loop computes
+nothing in vain; `ragged` is what sampling gives. Tokens are those of the sequences, prompts included, padding not.
 
     python benchmarks/train.py [--rounds 7] [--micro-batch-tokens 4096] [--no-write]
 """
@@ -144,42 +144,29 @@ def serve(make: Callable[[Path, int], dict[str, Step]], folder: Path, budget: in
         pipe.send(time.perf_counter() - began)
 
 
-def fastest(rounds: int, *runs: tuple[Connection, str]) -> list[float]:
-    """Seconds of each, taking turns, after one unmeasured round."""
+def speeds(rounds: int, tokens: int, *runs: tuple[Connection, str]) -> list[list[float]]:
+    """Tokens per second of each in every round, taking turns, after one unmeasured round."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds + 1):
         for (pipe, name), seen in zip(runs, times, strict=True):
             pipe.send(name)
             seen.append(pipe.recv())
-    return [min(seen[1:]) for seen in times]
+    return [[tokens / seconds for seconds in seen[1:]] for seen in times]
 
 
 def measure(ours: Connection, plain: Connection, rounds: int) -> list[Figure]:
     figures = []
     tokens = {kind: sum(len(row.tokens) for row in make_rows(kind == "ragged")) for kind in ("uniform", "ragged")}
     for kind, count in tokens.items():
-        mine, theirs = fastest(rounds, (ours, kind), (plain, kind))
-        figures.append(
-            Figure(
-                name=f"trainer, float32 Qwen3 3M, GRPO, {SEQUENCES} {kind} sequences, {count} tokens",
-                unit="tokens/s",
-                value=count / mine,
-                peer="plain PyTorch loop, transformers Qwen3, SDPA",
-                peer_value=count / theirs,
-                aim=0.85,
-            )
-        )
+        mine, theirs = speeds(rounds, count, (ours, kind), (plain, kind))
+        title = f"trainer, float32 Qwen3 3M, GRPO, {SEQUENCES} {kind} sequences, {count} tokens"
+        peer = "plain PyTorch loop, transformers Qwen3, SDPA"
+        figures.append(Figure.of_rounds(title, "tokens/s", mine, peer, theirs, aim=0.85))
     for loss in ("grpo", "dapo", "dro", "sft"):
-        fused, custom = fastest(rounds, (ours, f"fused {loss}"), (ours, f"custom {loss}"))
-        figures.append(
-            Figure(
-                name=f"fused {loss}, float32 Qwen3 3M, {SEQUENCES} ragged sequences",
-                unit="tokens/s",
-                value=tokens["ragged"] / fused,
-                peer="the same as a custom loss (two forwards)",
-                peer_value=tokens["ragged"] / custom,
-            )
-        )
+        fused, custom = speeds(rounds, tokens["ragged"], (ours, f"fused {loss}"), (ours, f"custom {loss}"))
+        title = f"fused {loss}, float32 Qwen3 3M, {SEQUENCES} ragged sequences"
+        peer = "the same as a custom loss (two forwards)"
+        figures.append(Figure.of_rounds(title, "tokens/s", fused, peer, custom))
     return figures
 
 
@@ -194,7 +181,7 @@ def make_folder(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trainer tokens/s against a plain PyTorch loop.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--no-write", action="store_true", help="print only")

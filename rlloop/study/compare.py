@@ -118,6 +118,7 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         ("seeds", [", ".join(str(run.seed) for run in arm.runs) for arm in arms]),
         ("steps", each(lambda run: summaries[run.path]["step"], "{:.0f}")),
         ("pass@1, held-out", [curve(arm, "eval/solved") for arm in arms]),
+        ("pass@1 at the end, by seed", [_by_seed(ends(arm, SOLVED)) for arm in arms]),
         ("pass@1 at the end, 95% interval", [_text(bootstrap([*ends(arm, SOLVED).values()])) for arm in arms]),
         (f"its difference from {arms[0].name}", ["-", *(_text(difference(arm, arms[0], SOLVED)) for arm in arms[1:])]),
         ("reward, held-out", [curve(arm, "eval/reward") for arm in arms]),
@@ -149,6 +150,10 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
     if not _judged(arms, doses):
         rows = [row for row in rows if not row[0].startswith(("verdict", "KL as applied"))]
     return [row for row in rows if set(row[1]) != {"-"}]
+
+
+def _by_seed(values: Mapping[int, float]) -> str:
+    return ", ".join(f"{seed}: {value:.3f}" for seed, value in values.items()) or "-"
 
 
 def _text(interval: Interval | None) -> str:
@@ -194,6 +199,7 @@ def _write(
             name: {
                 "runs": [{"path": str(run.path), "seed": run.seed, "dose": vars(doses[run.path])} for run in arm.runs],
                 "end": {
+                    "by seed": ends(arm, SOLVED),
                     "pass@1": _interval(bootstrap([*ends(arm, SOLVED).values()])),
                     "difference": _interval(difference(arm, arms[0], SOLVED)) if index else None,
                 },

@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlloop.launch.compose import build, compose_recipe
 
@@ -234,6 +234,47 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     ]
 
 
+SCRIPTS = {path.stem for name in ("gpu", "ranks") for path in (ROOT / "benchmarks").glob(f"{name}_*.py")}
+SCRIPTS |= {"api_losses", "long_context", "offload", "shared_prompts"}
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS - {"gpu_shapes", "gpu_study", "gpu_tables"}))
+def test_without_a_gpu_a_script_says_that_it_needs_one(module, script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py"])
+    with pytest.raises(SystemExit, match=rf"^{script}.py needs \d GPUs?; PyTorch .* finds 0"):
+        module(script).main()
+
+
+def test_the_cpu_trainer_is_measured_in_turns_and_shows_its_rounds(module):
+    train = module("train")
+    asked, seconds = [], iter([9.0, 9.0, 2.0, 4.0, 1.0, 8.0])  # the first round of each is not counted
+
+    class Side:
+        def send(self, name):
+            asked.append(name)
+
+        def recv(self):
+            return next(seconds)
+
+    assert train.speeds(2, 8, (Side(), "mine"), (Side(), "theirs")) == [[4.0, 8.0], [2.0, 1.0]]
+    assert asked == ["mine", "theirs"] * 3
+
+
+def test_a_step_beside_a_publication_is_measured_on_a_cpu(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_delta.py", "--tiny", "--rounds", "1"])
+    module("gpu_delta").main()
+    assert "published beside it" in capsys.readouterr().out
+
+
+def test_all_tables_on_a_machine_that_can_run_none_are_refused(module, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_tables.py", "all"])
+    with pytest.raises(SystemExit):
+        module("gpu_tables").main()
+    assert "this machine, with 0 GPUs, can run no table" in capsys.readouterr().err
+
+
 def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, monkeypatch):
     attention = module("gpu_attention")
 
@@ -255,14 +296,8 @@ def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, m
         assert all(each.spread == each.peer_spread for each in made)
 
 
-def test_products_of_64_to_1024_rows_are_measured(module, monkeypatch):
-    path = "rlloop.numerics.kernels.triton"
-    for name in (path, f"{path}.backend"):  # which need Triton
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setattr(sys.modules[f"{path}.backend"], "linear", None, raising=False)
-    monkeypatch.delitem(sys.modules, "gpu_linear", raising=False)
+def test_products_of_64_to_1024_rows_are_measured(module):
     linear = module("gpu_linear")
-    monkeypatch.delitem(sys.modules, "gpu_linear")
     made = [*linear.cases(linear.MIDDLE)]
     assert sorted({case.rows for case in made}) == [96, 128, 256, 512, 768]
     assert len(made) == 5 * 15

@@ -23,6 +23,36 @@ def test_figures_are_those_of_the_recorded_results():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_table_says_which_run_measured_a_row_and_where_rounds_overlap(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    page = importlib.import_module("page")
+    row = {
+        "unit": "ms",
+        "ratio": 1.5,
+        "aim": 1.0,
+        "peer": "it",
+        "value": 2.0,
+        "peer_value": 3.0,
+        "versions": {},
+        "gpu": "G",
+    }
+    run = {"commit": "0" * 40, "date": "today"}
+    near, far = {"spread": [1.0, 2.5], "peer_spread": [2.5, 4.0]}, {"spread": [1.0, 2.5], "peer_spread": [2.6, 4.0]}
+    found = [
+        {**row, **run, **spread, "name": name, "command": command}
+        for name, spread, command in (("a", near, "first"), ("b", far, "second"), ("c", {}, "first"))
+    ]
+    monkeypatch.setattr(page, "records", lambda name: found)
+    assert page.table(["any"]).splitlines()[2:] == [
+        "| a | 2 (1 to 2.5) ms | it: 3 (2.5 to 4) | 1.5, in the spread | 1 | 1 |",
+        "| b | 2 (1 to 2.5) ms | it: 3 (2.6 to 4) | 1.5 | 1 | 2 |",
+        "| c | 2 ms | it: 3 | 1.5 | 1 | 1 |",
+        "",
+        "1. `first` at 0000000, today: G; .",
+        "2. `second` at 0000000, today: G; .",
+    ]
+
+
 def test_the_minimal_loop_learns_without_a_difference(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     rewards = importlib.import_module("minimal_loop").main(steps=20)

@@ -206,7 +206,8 @@ def write_run(folder: Path, seed: int, weights: str, rewards: list[float], k3: f
 @pytest.fixture
 def study(tmp_path) -> Path:
     for seed in (0, 1):
-        write_run(tmp_path / "study" / f"arm=zero,seed={seed}", seed, "none", [0.3, 0.5, 0.6, 0.6, 0.6], 0.0)
+        end = 0.6 + seed / 10
+        write_run(tmp_path / "study" / f"arm=zero,seed={seed}", seed, "none", [0.3, 0.5, 0.6, 0.6, end], 0.0)
         write_run(tmp_path / "study" / f"arm=int4,seed={seed}", seed, "int4", [0.3, 0.5, 0.1, 0.1, 0.1], 0.02)
     return tmp_path / "study"
 
@@ -231,7 +232,10 @@ def test_compare_reports_a_multirun_in_one_page_with_its_pictures_and_data(study
     assert data["arms"]["int4"]["outcomes"]["pass@1, held-out"] == "0.300 -> 0.100 (best 0.500)"
     assert data["arms"]["int4"]["outcomes"]["pass@1, held-out, through the engine"] == "0.150 -> 0.050 (best 0.250)"
     assert data["arms"]["int4"]["outcomes"]["tokens that differ"] == "100 of 100"
-    assert data["arms"]["int4"]["outcomes"]["its difference from zero"] == "-0.500 [-0.500, -0.500]"
+    assert data["arms"]["int4"]["outcomes"]["its difference from zero"] == "-0.550 [-0.600, -0.500]"
+    assert data["arms"]["zero"]["outcomes"]["pass@1 at the end, by seed"] == "0: 0.600, 1: 0.700"
+    assert "<td>0: 0.600, 1: 0.700</td><td>0: 0.100, 1: 0.100</td>" in page
+    assert data["arms"]["zero"]["end"]["by seed"] == {"0": 0.6, "1": 0.7}
     assert data["arms"]["int4"]["end"]["pass@1"] == {"mean": 0.1, "low": 0.1, "high": 0.1, "seeds": 2}
     assert data["arms"]["zero"]["end"]["difference"] is None
     assert data["intervals"]["control"] == "zero"
