@@ -55,6 +55,8 @@ class LatentAttention(nn.Module):
         )
         indexer = latent.indexer
         self.indexed_by = max(at for at in indexer.layers if at <= layer) if indexer else None
+        # A selection that no other layer reads does not outlive its layer: of a long sequence it is large.
+        self.shares = indexer is not None and layer + 1 < config.num_layers and layer + 1 not in indexer.layers
         if indexer and latent.q_rank is not None and self.indexed_by == layer:
             self.indexer = Indexer(config.hidden_size, latent.q_rank, latent.rope_dim, indexer, layer)
 
@@ -124,12 +126,15 @@ class LatentAttention(nn.Module):
     def _selected(self, x: Tensor, reduced: Tensor | None, step: Step) -> Tensor:
         """[T, S] int64: indices of past tokens, by this layer's indexer or the nearest one below."""
         assert self.indexed_by is not None
-        if self.indexed_by == self.layer:
-            assert reduced is not None
-            step.selected[self.layer] = self.indexer(x, reduced, step)
-            if step.routes is not None:
-                step.routes.record_selected(self.indexer.place, step.selected[self.layer])
-        return step.selected[self.indexed_by]
+        if self.indexed_by != self.layer:
+            return step.selected[self.indexed_by]
+        assert reduced is not None
+        selected = self.indexer(x, reduced, step)
+        if self.shares:
+            step.selected[self.layer] = selected
+        if step.routes is not None:
+            step.routes.record_selected(self.indexer.place, selected)
+        return selected
 
 
 class Indexer(nn.Module):

@@ -50,7 +50,7 @@ class Step:
     recomputed: bool = False  # the layer is made again in the backward pass
     unread: bool = False  # this is that: nothing reads what the layer returns, only what it saves for its gradient
     even: bool = False  # all ranks have the same number of tokens, so the host need not exchange sizes
-    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: its indexer's selection, [T, S] int64
+    selected: dict[int, Tensor] = field(default_factory=dict)  # by layer: a selection that others read, [T, S] int64
     read: Tensor | None = None  # [R] int64: the tokens whose results are read, in the last layer, if not all are
 
     @property

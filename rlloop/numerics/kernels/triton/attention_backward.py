@@ -14,7 +14,6 @@ fewer instructions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import _find, _load_rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
+from rlloop.numerics.kernels.triton.wide_backward import causal_reads, wide_backward
 from rlloop.numerics.layout import AttentionLayout
 
 
@@ -40,7 +40,6 @@ HALF, FLOAT32 = Tiles(64, 64, 4, 2), Tiles(32, 32, 4, 1)
 # Of 16-bit numbers, by the widest head that they are for: tiles where queries are owned, and where keys are.
 PLAIN = {64: (HALF, HALF), 128: (Tiles(128, 64, 8, 3), Tiles(32, 64, 4, 3)), 256: (HALF, HALF)}
 WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is one head, and cuBLAS has enough to do
-SCORES = 1 << 27  # at a time
 
 
 @triton.jit
@@ -240,11 +239,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`families`: a layout that has some; None: all sequences are whole."""
     q, k, v, out, grad, query_start = (aligned(x) for x in (q, k, v, out, grad, query_start))
-    gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
     (tokens, heads, width), (_, groups, v_width), sequences = q.shape, v.shape, len(query_start) - 1
-    if tokens == 0:
-        return gradients
-    if max(width, v_width) > WIDEST:
+    if tokens and max(width, v_width) > WIDEST:
         if groups > 1 or not causal:
             raise NotImplementedError(
                 f"gradients of attention on CUDA hold heads of up to {WIDEST} numbers, of which there are "
@@ -253,11 +249,11 @@ def attention_backward(
         lengths = query_start.diff().tolist()
         prefixes = None if families is None else _prefixes(families)
         every = [n + len(prefix) for n, prefix in zip(lengths, prefixes or [range(0)] * sequences, strict=True)]
-        masks = (
-            torch.ones(m, m, dtype=torch.bool, device=q.device).tril().triu(1 - (window or m))[m - n :]
-            for n, m in zip(lengths, every, strict=True)
-        )
-        return masked_backward(q, k, v, lengths, masks, out, lse, grad, scale, prefixes)
+        masks = (causal_reads(n, m, window, q.device) for n, m in zip(lengths, every, strict=True))
+        return wide_backward(q, k, v, lengths, masks, out, lse, grad, scale, prefixes)
+    gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
+    if tokens == 0:
+        return gradients
     context = begins = readers = positions = query_start  # not read
     if families is not None:
         context, begins, readers = families.context, families.prefixes, families.readers
@@ -293,42 +289,3 @@ def _prefixes(layout: AttentionLayout) -> list[range]:
     """The flat tokens of each sequence's prefix."""
     begins, counts = layout.prefixes.tolist(), layout.context.tolist()
     return [range(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-
-
-def masked_backward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], masks: Iterable[Tensor], out: Tensor, lse: Tensor,
-    grad: Tensor, scale: float, prefixes: Sequence[range] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`attention_backward` with one head of keys that all query heads share, a sequence at a time, by cuBLAS.
-
-    `masks` are [n, n] of each sequence: whether a query reads a key. `prefixes`: the m tokens that each sequence reads
-    before its own n; then masks are [n, m + n].
-    """
-    grad_q = torch.empty_like(q)
-    grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-    heads, begin = q.shape[1], 0
-    for length, mask, prefix in zip(lengths, masks, prefixes or [range(0)] * len(lengths), strict=True):
-        rows, before, shared = slice(begin, begin + length), slice(prefix.start, prefix.stop), len(prefix)
-        begin += length
-        if length == 0:
-            continue
-        keys, values = (torch.cat((x[before, 0], x[rows, 0])) if shared else x[rows, 0] for x in (k, v))
-        count = shared + length
-        key_sums = torch.zeros(count, k.shape[2], device=k.device)
-        value_sums = torch.zeros(count, v.shape[2], device=v.device)
-        step = max(1, SCORES // (length * count))
-        for head in range(0, heads, step):
-            chunk = rows, slice(head, head + step)
-            queries, slopes = q[chunk].flatten(0, 1), grad[chunk].flatten(0, 1)  # [n * heads, width]
-            scores = torch.mm(queries, keys.T).float().view(length, -1, count) * scale
-            masses = torch.exp(scores - lse[chunk][..., None]).masked_fill(~mask[:, None], 0.0)
-            delta = (grad[chunk].float() * out[chunk].float()).sum(-1)
-            by_mass = torch.mm(slopes, values.T).float().view_as(scores)
-            by_score = (masses * (by_mass - delta[..., None]) * scale).to(q.dtype).flatten(0, 1)
-            grad_q[chunk] = torch.mm(by_score, keys).view(length, -1, q.shape[2])
-            key_sums += torch.mm(by_score.T, queries).float()
-            value_sums += torch.mm(masses.to(q.dtype).flatten(0, 1).T, slopes).float()
-        for total, sums in ((grad_k, key_sums), (grad_v, value_sums)):
-            total[before, 0] += sums[:shared]
-            total[rows, 0] = sums[shared:]
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)

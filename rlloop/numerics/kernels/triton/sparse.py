@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import attention
-from rlloop.numerics.kernels.triton.attention_backward import masked_backward
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 from rlloop.numerics.kernels.triton.segments import TILE
+from rlloop.numerics.kernels.triton.wide_backward import selected_reads, wide_backward
 from rlloop.numerics.layout import AttentionLayout
 
 SCORES = 1 << 26  # at a time
@@ -100,10 +100,5 @@ def sparse_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lengths, starts = query_start.diff().tolist(), query_start.tolist()
-    masks = []
-    for begin, length in zip(starts, lengths, strict=False):
-        mask = torch.zeros(length, length + 1, dtype=torch.bool, device=q.device)
-        rows = selected[begin : begin + length]
-        mask.scatter_(1, torch.where(rows < 0, length, rows), True)
-        masks.append(mask[:, :length])
-    return masked_backward(q, aligned(k), aligned(v), lengths, masks, out, lse, grad, scale)
+    masks = (selected_reads(selected[begin : begin + n]) for begin, n in zip(starts, lengths, strict=False))
+    return wide_backward(q, aligned(k), aligned(v), lengths, masks, out, lse, grad, scale)
