@@ -45,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--keep-attention", action="store_true", help="trainer.checkpoint_keep_attention=true")
     parser.add_argument("--freeze-vision-tower", action="store_true", help="trainer.freeze_vision_tower=true")
+    parser.add_argument(
+        "--image-tokens", type=int, metavar="N", help="of --tokens, those that stand for pictures (default: all)"
+    )
+    parser.add_argument("--critic", action="store_true", help="with a critic (algorithm.critic), as PPO has")
     parser.add_argument("--offload-activations", action="store_true", help="trainer.checkpoint_offload=true")
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
@@ -66,12 +70,14 @@ def main(arguments: Sequence[str]) -> int:
             )
         if args.memory is not None and not args.memory > 0:
             raise ConfigError(f"--memory is {args.memory:g}; it must be a positive number of GiB")
+        if args.image_tokens is not None and not 0 <= args.image_tokens <= args.tokens:
+            raise ConfigError(f"--image-tokens is {args.image_tokens}; it must be from 0 to --tokens ({args.tokens})")
 
         from rlloop.cli.memory import examine_model
 
         lines = examine_model(
             args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora, args.keep_attention,
-            args.offload_activations, args.freeze_vision_tower,
+            args.offload_activations, args.freeze_vision_tower, args.image_tokens, args.critic,
         )  # fmt: skip
     broken = 0
     for line in lines:

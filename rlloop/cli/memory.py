@@ -18,36 +18,42 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layo
 def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
     keep_attention: bool = False, offload_activations: bool = False, freeze_tower: bool = False,
+    image_tokens: int | None = None, critic: bool = False,
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
     `tokens`: of a micro-batch. `memory`: GiB of a GPU; None: this machine's own. `offload`: `trainer.offload`. `lora`:
     the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train.
     `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`;
-    `freeze_tower`: `trainer.freeze_vision_tower`. Raises `ConfigError` where it has none, cannot offload or has no
-    tower, `ModelError` for a folder without a known config.json.
+    `freeze_tower`: `trainer.freeze_vision_tower`. `image_tokens`: of `tokens`, those of pictures; None: all, where the
+    model sees. `critic`: `algorithm.critic`, which rules out `pp`. Raises `ConfigError` where it has none, cannot
+    offload or has no tower, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
     config = read_config(folder)
-    if freeze_tower and config.vision is None:
-        raise ConfigError(f"--freeze-vision-tower: {config.architecture} has no vision tower; leave it out")
+    for option, given in (("freeze-vision-tower", freeze_tower), ("image-tokens", image_tokens is not None)):
+        if given and config.vision is None:
+            raise ConfigError(f"--{option}: {config.architecture} has no vision tower; leave it out")
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
-    every = layouts(config, gpus, splits_sequences=True)
+    every = (each for each in layouts(config, gpus, splits_sequences=True) if each.pp == 1 or not critic)
     needs = [
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
             offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
+            image_tokens=image_tokens, critic=critic,
         )
         for layout in every
     ]  # fmt: skip
+    pictures = "" if config.vision is None else f" ({tokens if image_tokens is None else image_tokens} of pictures)"
     yield Line(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
-        f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}micro-batches of {tokens} "
-        f"tokens, every layer checkpointed{' but for its attention' if keep_attention else ''}; GiB of a rank:",
+        f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}{'a critic, ' if critic else ''}"
+        f"micro-batches of {tokens} tokens{pictures}, every layer checkpointed"
+        f"{' but for its attention' if keep_attention else ''}; GiB of a rank:",
     )
     yield Line(
         None,

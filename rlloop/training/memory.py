@@ -1,7 +1,7 @@
 """Memory of a rank by part, predicted from a model's configuration for each layout over a number of GPUs.
 
-Weights, masters, optimizer, gradients and cache are counted; activations and logits are estimated from shapes. Trainer
-and engine have the same tp, pp and ep, so one compute copy serves both.
+Weights, masters, optimizer, gradients and cache are counted; activations and logits are estimated from shapes, a
+micro-batch as one sequence. Trainer and engine have the same tp, pp and ep, so one compute copy serves both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STAT
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
+from rlloop.training import vision_memory as tower
+from rlloop.training.latent_memory import Latents
 from rlloop.training.recurrent_memory import Recurrence
 
 GIB = 1 << 30
@@ -37,7 +39,7 @@ RUNNING = 512  # requests of an engine at a time
 PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
 RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
-UPDATES = ("gradients", "kept", "activations", "attention")  # parts that exist while the trainer works
+UPDATES = ("gradients", "kept", "activations", "attention", "values")  # parts that exist while the trainer works
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -90,28 +92,36 @@ def preference(layout: Layout) -> tuple[int, ...]:
 def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
-    sleeps: bool = False, freeze_tower: bool = False,
+    sleeps: bool = False, freeze_tower: bool = False, image_tokens: int | None = None, critic: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
     All layers are made again in the backward pass; `keep_attention`: but for their attention. `offload_activations`:
     what is kept of them waits in host memory. `sleeps`: `rollout.sleep`. `freeze_tower`: `trainer.freeze_vision_tower`.
+    `image_tokens`: those of `tokens` that stand for pictures, where the model sees; None: all.
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
-    `trains` the model is only scored and sampled.
+    `trains` the model is only scored and sampled. `critic`: `algorithm.critic` as well, which has and trains weights of
+    its own, in turn with the policy.
     """
     # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
     mixed = config.blocks is not None or config.delta is not None
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
     ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
     sizes = max(
-        (_parts(config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower) for rank in ranks),
+        (
+            _parts(
+                config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower,
+                tokens if image_tokens is None else image_tokens, critic,
+            )
+            for rank in ranks
+        ),
         key=lambda x: sum(x.values()),
-    )
+    )  # fmt: skip
     moved = {"none": (), "moments": ("optimizer",), "masters": ("optimizer", "masters")}[offload]
     host = sum(sizes.pop(name) for name in moved)
     if host:
-        sizes["blocks"] = BLOCKS * BLOCK_BYTES
+        sizes["blocks"] = (1 + critic) * BLOCKS * BLOCK_BYTES
     if offload_activations:
         host += sum(sizes.pop(name, 0) for name in ("kept", "attention"))
     return Memory(layout, sizes, host, sleeps)
@@ -125,7 +135,7 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
-    keep_attention: bool, freeze_tower: bool,
+    keep_attention: bool, freeze_tower: bool, image_tokens: int, critic: bool,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     held = owned = 0
@@ -135,7 +145,7 @@ def _parts(
         held += entry.live.numel()
         if not (freeze_tower and name.startswith(TOWER)):
             owned += _most(entry.live.shape, owners)
-    frozen = {"compute copy": held * dtype.itemsize}
+    frozen, every = {"compute copy": held * dtype.itemsize}, owned
     if lora:
         adapted = owned = 0
         for target in choose_targets(model.adapter_targets(), [ALL]).values():
@@ -148,14 +158,23 @@ def _parts(
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
     recurrence, cached = Recurrence.of(config, layout.tp), max(1, bytes_per_token(model.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
+    masters, modes = wide if dtype.itemsize < wide else 0, [lora, 0] if critic else [lora]
+    pictures = min(image_tokens, -(-tokens // layout.cp)) if model.visual is not None else 0
+    towers = [_tower(config, dtype, pictures, not (freeze_tower or mode)) for mode in modes]
     trained = {
-        "masters": owned * wide if dtype.itemsize < wide else 0,
-        "optimizer": 2 * owned * wide,
-        "gradients": owned * (levels * wide + dtype.itemsize),
-        "kept": _kept(config, layout, dtype, tokens),
-        "activations": _activations(config, layout, dtype, tokens),
+        "masters": owned * masters,
+        "optimizer": 2 * (owned + every * critic) * wide,  # the critic's is offloaded as well; its masters are not
+        "gradients": max(owned, every * critic) * (levels * wide + dtype.itemsize),
+        "kept": _kept(config, layout, dtype, tokens, max(kept for kept, _ in towers)),
+        "activations": max(
+            *(_activations(config, layout, dtype, tokens, mode) for mode in modes), *(work for _, work in towers)
+        ),
         **({"attention": _attention(config, layout, dtype, tokens)} if keep_attention else {}),
     }
+    if critic:
+        trained["critic"] = held * dtype.itemsize + every * masters
+        # Its head reads all last hidden states in float32, and their gradient is.
+        trained["values"] = tokens * config.hidden_size * 2 * wide
     return {
         **frozen,
         **(trained if trains else {}),
@@ -171,9 +190,9 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
     return -(-shape[0] // owners) * math.prod(shape[1:])
 
 
-def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
+def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, lora: int) -> int:
     """Estimate: what one layer keeps for its backward pass, and what attention's or a recurrence's backward makes of
-    it, for the kind of layer that needs most. Latent attention counts as attention of its heads; a tower not at all."""
+    it, for the kind of layer that needs most."""
     width, mixture, rows = config.hidden_size, config.mixture, -(-tokens // layout.cp)
     # Queries and keys before and after norm and rotation, values, outputs, the gradients of all but the first. On an
     # H100 a token of the 0.6B shape took 36.4 KiB, between 262,144 and 524,288; this is 36.
@@ -182,6 +201,9 @@ def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens
     if mixture is not None:
         inner = max(inner, rows * mixture.routing.top_k * (3 * mixture.expert_size + width))
     mixers = [dtype.itemsize * rows * attended // layout.tp] if config.attention_layers else []
+    if (latents := Latents.of(config, layout)) is not None:
+        saved = rows * latents.saved(dtype.itemsize, lora) + (tokens - rows) * latents.gathered(dtype.itemsize)
+        mixers = [saved + max(latents.backward(dtype.itemsize, tokens), latents.choosing(tokens))]
     if (recurrence := Recurrence.of(config, layout.tp)) is not None:
         of_token = recurrence.saved(dtype.itemsize) + recurrence.gradients()
         # Ranks along cp have all tokens of own heads, which is as much as own tokens of all heads.
@@ -197,10 +219,27 @@ def _states(recurrence: Recurrence, model: Model) -> int:
     return min((RUNNING + SAVED_STATES) * of_sequence, STATE_BYTES)
 
 
-def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of the stream between layers."""
-    layers = -(-config.num_layers // layout.pp) * min(layout.pp, MICRO_BATCHES)  # of micro-batches in a pipeline
-    return tokens * dtype.itemsize // layout.cp * config.hidden_size * layers
+def _tower(config: ModelConfig, dtype: torch.dtype, image_tokens: int, trains: bool) -> tuple[int, int]:
+    """Bytes that a vision tower keeps for `image_tokens` features until its backward pass, and that it works in."""
+    if config.vision is None:
+        return 0, 0
+    vision, itemsize = config.vision, dtype.itemsize
+    patches = image_tokens * vision.merge_size**2
+    features = image_tokens * tower.features(vision, itemsize, trains)
+    forward = tower.forward(vision, itemsize)
+    if not trains:
+        return features, patches * forward
+    block = tower.block(vision, itemsize) + tower.block_backward(vision, itemsize)
+    return features + patches * tower.kept(vision, itemsize), patches * max(forward, block)
+
+
+def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, tower: int) -> int:
+    """Bytes of the stream between layers, of selections that several layers read, and of what a `tower` keeps."""
+    under_way, rows = min(layout.pp, MICRO_BATCHES), -(-tokens // layout.cp)  # micro-batches in a pipeline
+    stream = tokens * dtype.itemsize // layout.cp * config.hidden_size * -(-config.num_layers // layout.pp)
+    latents = Latents.of(config, layout)
+    shared = 0 if latents is None else rows * latents.kept() * -(-latents.shared // layout.pp)
+    return under_way * (stream + shared + tower)
 
 
 def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlloop import token_logprobs
@@ -18,6 +16,7 @@ from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.engine import STATE_BYTES
 from rlloop.training.memory import predict
 from rlloop.training.recurrent_memory import Recurrence
+from tests.support.memory_use import saved_by
 from tests.support.rank_updates import DELTA, MAMBA
 
 WIDER = {"hidden_size": 64, "max_position_embeddings": 512}
@@ -28,38 +27,13 @@ MODELS = {
 TOKENS = 200
 
 
-def saved_by_layers(model: Any) -> list[int]:
-    """Bytes that each recurrent layer saves in a forward, but for its input and its weights."""
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    found: list[dict[int, Tensor]] = []
-
-    def before(module: Any, args: tuple[Any, ...]) -> None:
-        found.append(store := {})
-        others = weights | {args[0].untyped_storage().data_ptr()}
-
-        def pack(x: Tensor) -> Tensor:
-            if x.untyped_storage().data_ptr() not in others:
-                store[x.untyped_storage().data_ptr()] = x  # kept, so that no address comes twice
-            return x
-
-        module.hooks = saved_tensors_hooks(pack, lambda x: x)
-        module.hooks.__enter__()
-
-    for module in model.modules():
-        if isinstance(module, (DeltaNet, Mamba)):
-            module.register_forward_pre_hook(before)
-            module.register_forward_hook(lambda module, *_: module.hooks.__exit__())
-    token_logprobs(model, [([3] * (TOKENS - 7), [4] * 8)])
-    return [sum(each.untyped_storage().nbytes() for each in store.values()) for store in found]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layer_saves_is_predicted_within_a_hundredth(name: str, dtype: str) -> None:
     model = new_model(MODELS[name], seed=0, dtype=dtype)
     recurrence = Recurrence.of(model.config)
     assert recurrence is not None
-    layers = saved_by_layers(model)
+    layers = saved_by(model, (DeltaNet, Mamba), lambda: token_logprobs(model, [([3] * (TOKENS - 7), [4] * 8)]))
     assert len(layers) == len(recurrence.layers) > 0
     for found in layers:
         assert found == pytest.approx(TOKENS * recurrence.saved(model.dtype.itemsize), rel=0.01)
