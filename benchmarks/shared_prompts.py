@@ -1,12 +1,15 @@
 """`trainer.share_prompts`: seconds of training and of recomputing one group, its common prompt computed once or not.
 
-A random dense Qwen3 takes GRPO's `forward_backward` of one group, and then scores it without a gradient (`recompute`,
-which always shares), with and without sharing, in turns, in one process and with micro-batches of the same size. Bits
-of the logprobs are compared, and gradients by the norm of their difference.
+A random model takes GRPO's `forward_backward` of one group, and then scores it without a gradient (`recompute`, which
+always shares), with and without sharing, in turns, in one process and with micro-batches of the same size. Bits of the
+logprobs are compared, and gradients by the norm of their difference. On a CPU, seconds are processor seconds, and the
+model is a dense Qwen3, a Qwen3.5 (gated delta networks), a Nemotron 3 (Mamba-2), or a Qwen3-VL whose prompt has a
+picture of 256 tokens.
 
     python benchmarks/shared_prompts.py                                   # a GPU: 0.6B, bfloat16, 16 x (8192 + 512)
     python benchmarks/shared_prompts.py --device cpu --no-write           # 3M, float32, 16 x (1024 + 64)
     python benchmarks/shared_prompts.py --device cpu --prompt 512 --new 32 --rounds 3 --no-write
+    python benchmarks/shared_prompts.py --device cpu --shape delta mamba pictures --prompt 512 --new 32
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -28,15 +32,62 @@ from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import new_model
 from rlloop.trainer import Trainer, TrainSequence
+from rlloop.types import Image, ModelInput
 
-SMALL = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 16384}
+BASE = {**CONFIG, "max_position_embeddings": 16384}
+PICTURE, PAD = 32, CONFIG["vocab_size"]  # patches of a side, of which 2 x 2 make a token, and what stands for them
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("3M", {**BASE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}),
+    "delta": (
+        "gated delta networks, 6 layers",
+        {
+            **BASE, "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2, "linear_num_value_heads": 6,
+            "linear_num_key_heads": 3, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+            "rope_parameters": {"partial_rotary_factor": 0.25},
+        },
+    ),
+    "mamba": (
+        "Mamba-2, 8 layers",
+        {
+            **BASE, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "mamba_num_heads": 12,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 2, "num_hidden_layers": 8,
+            "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "tie_word_embeddings": False,
+        },
+    ),
+    "pictures": (
+        "Qwen3-VL, 6 layers and a tower of 6",
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "image_token_id": PAD,
+            "video_token_id": PAD + 1, "vision_start_token_id": PAD + 2, "vision_end_token_id": PAD + 3,
+            "tie_word_embeddings": True,
+            "text_config": {
+                **BASE, "model_type": "qwen3_vl_text", "vocab_size": PAD + 4,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5],
+                                    "mrope_interleaved": True},
+            },
+            "vision_config": {
+                "model_type": "qwen3_vl", "depth": 6, "hidden_size": 128, "intermediate_size": 384, "num_heads": 4,
+                "in_channels": 3, "patch_size": 8, "temporal_patch_size": 2, "spatial_merge_size": 2,
+                "out_hidden_size": CONFIG["hidden_size"], "num_position_embeddings": 1024,
+                "deepstack_visual_indexes": [1, 3, 5],
+            },
+        },
+    ),
+}  # fmt: skip
 AIM, WORK = 3.0, ("train", "recompute")
 
 
-def make_group(vocab: int, group: int, prompt: int, new: int) -> list[TrainSequence]:
+def make_group(vocab: int, group: int, prompt: int, new: int, picture: bool = False) -> list[TrainSequence]:
     """Completions of one prompt, each of `new` / 2 to `new` tokens."""
     rng = np.random.default_rng(0)
-    common, batch = rng.integers(3, vocab, prompt).tolist(), []
+    common, batch, begun = rng.integers(3, vocab, prompt).tolist(), [], None
+    if picture:
+        at = range(64, 64 + PICTURE**2 // 4)
+        common[at.start : at.stop] = [PAD] * len(at)
+        image = Image(rng.uniform(-1, 1, (PICTURE**2, 384)).astype(np.float32), PICTURE, PICTURE)
+        begun = ModelInput.with_images(common, at, [image])
     for _ in range(group):
         made = int(rng.integers(new // 2, new + 1))
         batch.append(
@@ -45,17 +96,21 @@ def make_group(vocab: int, group: int, prompt: int, new: int) -> list[TrainSeque
                 predict=range(prompt, prompt + made),
                 advantages=np.full(made, rng.normal(), np.float32),
                 rollout_logprobs=np.full(made, -np.log(vocab), np.float32),
+                model_input=begun,
             )
         )
     return batch
 
 
 def seconds(work: Callable[[], object]) -> float:
-    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    finish()
+    if not torch.cuda.is_available():  # of the processors, all threads together: other work does not count
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+    torch.cuda.synchronize()
     began = time.perf_counter()
     work()
-    finish()
+    torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
@@ -75,6 +130,7 @@ def gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", nargs="+", choices=SMALL, default=["dense"], help="on a CPU; a GPU has one, dense")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--prompt", type=int, help="tokens; 8192, on a CPU 1024")
     parser.add_argument("--new", type=int, help="tokens of a completion at most; 512, on a CPU 64")
@@ -83,11 +139,20 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     cpu = args.device == "cpu"
+    if not cpu and args.shape != ["dense"]:
+        parser.error("--shape names models for --device cpu; leave it out for a GPU")
     if not cpu:
         need_gpus(instead="--device cpu trains a small model")
+    figures = [figure for shape in args.shape for figure in measure(args, cpu, shape)]
+    packages = () if cpu else ("triton",)
+    report("shared-prompts", figures, packages=packages, part=True, write=not args.no_write)
+
+
+def measure(args: argparse.Namespace, cpu: bool, shape: str) -> list[Figure]:
     prompt, new = args.prompt or (1024 if cpu else 8192), args.new or (64 if cpu else 512)
-    config, kind, dtype = (SMALL, "3M", "float32") if cpu else (QWEN3_06B, "0.6B shape", "bfloat16")
-    batch = make_group(config["vocab_size"], args.group, prompt, new)
+    (kind, config), dtype = (SMALL[shape], "float32") if cpu else (("0.6B shape", QWEN3_06B), "bfloat16")
+    vocab = config.get("vocab_size", PAD)
+    batch = make_group(vocab, args.group, prompt, new, picture=shape == "pictures")
     tokens = sum(len(item.token_ids) for item in batch)
     trainers = {
         share: Trainer(
@@ -115,13 +180,15 @@ def main() -> None:
     figures = []
     for what in WORK:
         plain, shared = (times[what, share][1:] for share in (False, True))
-        for name, taken in (("whole", plain), ("shared", shared)):
-            least, middle, most = min(taken), statistics.median(taken), max(taken)
-            print(f"{what}, {name}: {least:.3f} / {middle:.3f} / {most:.3f} s (min, median, max)")
+        ratios = [a / b for a, b in zip(plain, shared, strict=True)]
+        for name, found in (("whole, s", plain), ("shared, s", shared), ("ratio", ratios)):
+            least, middle, most = min(found), statistics.median(found), max(found)
+            print(f"{shape}, {what}, {name}: {least:.3f} / {middle:.3f} / {most:.3f} (min, median, max)")
         title = f"{what}, {kind} {dtype}, {args.group} x ({prompt} + {new // 2} to {new}), one prompt"
         mine, whole = ([tokens / each for each in taken] for taken in (shared, plain))
-        figures.append(Figure.of_rounds(title, "tokens/s", mine, "the same, every sequence whole", whole, aim=AIM))
-    report("shared-prompts", figures, packages=() if cpu else ("triton",), write=not args.no_write)
+        unit = "tokens/processor second" if cpu else "tokens/s"
+        figures.append(Figure.of_rounds(title, unit, mine, "the same, every sequence whole", whole, aim=AIM))
+    return figures
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class TrainerConfig:
     micro_batch_multiple: int = limited(
         1, at_least(1)
     )  # a step has a multiple of so many micro-batches, of even size: no rank idle in the last round, docs/ranks.md
-    share_prompts: bool = False  # train a group on one computation of its prompt; other rounding: docs/numerics.md
+    share_prompts: bool = False  # train a group on one forward of its prompt, pictures too; rounding: docs/numerics.md
     encode_on_device: bool = True  # weights on a GPU: find deltas there, beside a copy of the last published weights
     num_minibatches: int = limited(1, at_least(1))  # optimizer steps per rollout batch, which is split by whole groups
     balance_coef: float = limited(0.0, zero_or_more("off"))  # coefficient of the experts' load-balancing loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -264,7 +265,7 @@ def _predicted(
         torch.from_numpy(_positions(used, pieces.spans)).to(device),
         AttentionLayout.of_families(pieces.families, device),
         routes=routes,
-        images=_images(model, used, lengths, pieces.starts.tolist()),
+        images=_images(model, used, pieces.spans),
     )
     if routes is not None and pieces.shares:
         routes.spread(flat(pieces.places))
@@ -302,14 +303,13 @@ def _predicted(
     return torch.cat(wide), targets, warp, [len(targets)]
 
 
-def _images(
-    model: Model, rows: Sequence[ScoreRow], lengths: Sequence[int], starts: Sequence[int]
-) -> PlacedFeatures | None:
-    segments = zip((row.model_input for row in rows), [0] * len(rows), lengths, starts, strict=True)
+def _images(model: Model, rows: Sequence[ScoreRow], spans: Sequence[tuple[int, int, int]]) -> PlacedFeatures | None:
+    *starts, total = accumulate((end - begin for _, begin, end in spans), initial=0)
+    segments = [(rows[row].model_input, begin, end, at) for (row, begin, end), at in zip(spans, starts, strict=True)]
     cp = model.context.ranks("cp")
     if cp.size == 1:
         return place_features(segments, model.see)
-    first, last = share(sum(lengths), cp.size, cp.rank)  # this rank's tokens; it does not see others' images
+    first, last = share(total, cp.size, cp.rank)  # this rank's tokens; it does not see others' images
     own = ((each, max(begin, first - at), min(end, last - at), max(at, first)) for each, begin, end, at in segments)
     return place_features(own, model.see)
 

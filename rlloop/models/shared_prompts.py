@@ -1,8 +1,9 @@
 """Prompts that several rows of a forward begin with, computed once.
 
 The completions of a group read the same prompt. Its tokens are one sequence of the forward, and each completion is a
-sequence that goes on from there (`AttentionLayout.of_families`). What is shared ends at a tile of attention's keys and
-before the last prompt token: each row computes that one, from which its first new token is predicted, itself.
+sequence that goes on from there (`AttentionLayout.of_families`): attention reads the prompt's keys, and a recurrence
+begins with the state that the prompt left. What is shared ends at a tile of attention's keys and before the last
+prompt token: each row computes that one, from which its first new token is predicted, itself.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ def why_not_shared(model: Model, *, trains: bool) -> str | None:
 
     `trains`: forwards to be differentiated, which take more.
     """
-    if model.recurrent:
-        return "recurrent layers carry their state through each sequence alone"
     if model.context.ranks("cp").size > 1:
         return "layout.cp divides whole sequences over ranks"
-    if model.profile.attention != "rlloop" or not model.profile.holds_contract:
+    ours = model.profile.attention == "rlloop" and (model.profile.recurrent == "rlloop" or not model.recurrent)
+    if not (ours and model.profile.holds_contract):
         return "the profile's operations do not promise the same bits for shared and whole prompts"
     if trains and model.indexed_layers():
         return "sparse attention has gradients of whole sequences only"
@@ -48,14 +48,14 @@ def why_not_shared(model: Model, *, trains: bool) -> str | None:
 def shared_tokens(rows: Sequence[Row]) -> list[int]:
     """[rows]: how many tokens each row can take from the row before it, its first ones; a multiple of `SHARED_TILE`.
 
-    Rows share a prompt (the tokens before the first predicted one) that is the same as a whole, and text alone.
+    Rows share a prompt (the tokens before the first predicted one) that is the same as a whole, with its images and
+    positions.
     """
     counts, before = [], None
     for row in rows:
-        text = row.model_input is None or row.model_input.is_text
-        prompt = row.token_ids[: row.predict[0]] if text and len(row.predict) else None
-        same = prompt is not None and prompt == before
-        counts.append((len(prompt) - 1) // SHARED_TILE * SHARED_TILE if same and prompt else 0)
+        length = row.predict[0] if len(row.predict) else 0
+        prompt = row.token_ids[:length], b"" if row.model_input is None else row.model_input.content_key(0, length)
+        counts.append((length - 1) // SHARED_TILE * SHARED_TILE if length and prompt == before else 0)
         before = prompt
     return counts
 

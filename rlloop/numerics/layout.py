@@ -23,7 +23,8 @@ class AttentionLayout:
     stores are the flat tokens themselves (one block a sequence), and the engine's, where they are a paged cache.
 
     In the trainer's form sequences may be in families: the sequences families[f] up to families[f + 1], of which the
-    first is a prefix and the others go on from its end, so that they read its keys, all of them, before their own.
+    first is a prefix and the others go on from its end, so that they read its keys, all of them, before their own; a
+    recurrence goes on from its state (`branches`).
     """
 
     query_start: torch.Tensor  # [S + 1] int64
@@ -141,6 +142,46 @@ class AttentionLayout:
         for first, end in pairwise(self.families):
             last[first] = end
         return self.query_start[torch.tensor(last, dtype=torch.int64, device=self.query_start.device)]
+
+    @cached_property
+    def branches(self) -> Branches:
+        """Families as recurrences take them: what begins, then what goes on."""
+        families, device = self.family_lengths(), self.query_start.device
+        spans, begin = [], 0  # flat tokens of each family's sequences
+        for lengths in families:
+            ends = list(accumulate(lengths, initial=begin))
+            spans.append([*pairwise(ends)])
+            begin = ends[-1]
+
+        def part(chosen: list[tuple[int, int]]) -> tuple[slice | torch.Tensor, torch.Tensor]:
+            starts = torch.tensor([*accumulate((end - begin for begin, end in chosen), initial=0)], device=device)
+            if all(end == following for (_, end), (following, _) in pairwise(chosen)):
+                return slice(chosen[0][0], chosen[-1][1]), starts
+            return torch.cat([torch.arange(*span, device=device) for span in chosen]), starts
+
+        family = [index for index, each in enumerate(families) for _ in each[1:]]
+        turn = [at for each in families for at in range(len(each) - 1)]
+        turns = [[at for at, mine in enumerate(turn) if mine == now] for now in range(max(turn) + 1)]
+        indices = torch.tensor(family, device=device)
+        first, first_start = part([each[0] for each in spans])
+        later, later_start = part([span for each in spans for span in each[1:]])
+        return Branches(
+            first, first_start, later, later_start, indices, (self.context > 0).nonzero()[:, 0],
+            tuple(torch.tensor(each, device=device) for each in turns),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Branches:
+    """F families of sequences: the first one of each, and N that go on from the first of theirs."""
+
+    first: slice | torch.Tensor  # the flat tokens of the first ones, end to end
+    first_start: torch.Tensor  # [F + 1] int64: where each begins there
+    later: slice | torch.Tensor  # likewise of those that go on
+    later_start: torch.Tensor  # [N + 1] int64
+    family: torch.Tensor  # [N] int64: from whose first one each goes on
+    sequences: torch.Tensor  # [N] int64: which sequences of the layout they are
+    turns: tuple[torch.Tensor, ...]  # ascending indices of the N: those that go on first in their family, second, ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import torch
 from rlloop import SamplingParams, load_model
 from rlloop.models import Model, RedrawRecord, RoutingRecord, ScoreRow, score
 from rlloop.models.shared_prompts import why_not_shared
-from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
+from rlloop.numerics.probe import same_bits
+from tests.support.checkpoints import EVERY, make_checkpoint
+from tests.support.image_models import FAMILIES, image, make_image_checkpoint, prompt_with
 
 SAMPLING = [
     None,
@@ -57,10 +59,48 @@ def test_no_bit_differs(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyP
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     model = load_model(tmp_path, dtype="bfloat16")
     reads, trains = (why_not_shared(model, trains=trains) is None for trains in (False, True))
-    assert (reads, trains) == (family not in RECURRENT, family not in RECURRENT and not model.indexed_layers())
+    assert (reads, trains) == (True, not model.indexed_layers())
     counts, kept = computed(model, monkeypatch), 2 * 128 + 64
     whole = scored(model)
     with torch.no_grad():
         assert scored(model) == whole
     assert scored(model, share=True) == whole
-    assert [counts[0] - count for count in counts] == [0, kept * reads, kept * trains]
+    assert [counts[0] - count for count in counts] == [0, kept, kept * trains]
+
+
+def picture_rows() -> list[ScoreRow]:
+    """Groups of 3, 2 and 2: an image across the end of what is shared, two images before it, and the first prompt with
+    another image. Of 3 prompts 64, 128 and 64 tokens are shared."""
+    rng, rows = np.random.default_rng(0), []
+
+    def text(count: int) -> list[int]:
+        return rng.integers(3, 90, count).tolist()
+
+    begin, end = text(20), text(4)
+    prompts = [
+        prompt_with(begin, image(16, 14), end),
+        prompt_with(text(1), image(12, 10, 1), text(70), image(4, 4, 2), text(30)),
+        prompt_with(begin, image(16, 14, 3), end),
+    ]
+    for count, prompt in zip((3, 2, 2), prompts, strict=True):
+        for _ in range(count):
+            made, length = text(int(rng.integers(1, 30))), len(prompt)
+            at, params = range(length, length + len(made)), SAMPLING[len(rows) % 3]
+            rows.append(ScoreRow(prompt.token_ids + made, at, params, model_input=prompt.first(length)))
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_differs_with_images(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_image_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    model, rows, seen = load_model(tmp_path, dtype="bfloat16"), picture_rows(), list[int]()
+    counts, tower = computed(model, monkeypatch), model.visual
+    assert tower is not None
+    tower.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+    whole = [each.detach() for each in score(model, rows)]
+    with torch.no_grad():
+        read = score(model, rows)
+    trained = [each.detach() for each in score(model, rows, share=True)]
+    assert all(same_bits(a, b) for made in (read, trained) for a, b in zip(made, whole, strict=True))
+    assert [counts[0] - count for count in counts] == [0, 2 * 64 + 128 + 64, 2 * 64 + 128 + 64]
+    assert seen == [4, 4, 4]  # each image once a forward

@@ -17,7 +17,7 @@ from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer
-from tests.support.checkpoints import EVERY, make_checkpoint
+from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
 from tests.support.train_sequences import VOCAB, gradients, make_groups
 
 OURS = ops_for(NumericsProfile())
@@ -101,7 +101,7 @@ def test_no_logprob_differs(tmp_path: Path, family: str) -> None:
         assert all(same_bits(a.detach(), b.detach()) for a, b in zip(shared, whole, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", *RECURRENT])
 def test_updates(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16, vocab_size=VOCAB)
 

@@ -314,9 +314,14 @@ class Kernels(Protocol):
 
     def scan_backward(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor,
-        grad: Tensor,
+        grad: Tensor, begun: Tensor | None = None, of_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """-> (of q, of k, of v, of decay, of beta)."""
+        """-> (of q, of k, of v, of decay, of beta).
+
+        `begun` [S, *scan_state]: states that sequences begin with, at a multiple of `layout.SHARED_TILE` tokens; None:
+        0. `of_states` [S, H, K, V]: gradients of the states that they end with; those of the begun ones are left there.
+        None: 0, and they are not made.
+        """
         ...
 
     # The distribution sampled from. settings [T, 4] float64 are temperature, top-k, top-p and min-p, and row t may not

@@ -1,4 +1,8 @@
-"""Recurrent layers' operations: float32 throughout."""
+"""Recurrent layers' operations: float32 throughout.
+
+Over shared prefixes, what goes on begins with the state that its prefix left, as an engine resumes from a saved one.
+Backward, what the sequences say of that state is added in their order, and then flows into the prefix.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +62,49 @@ def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout, states: RecurrentState | None
 ) -> Tensor:
     arguments = x.float(), weight.float(), None if bias is None else bias.float(), layout.query_start
-    if states is None:
-        return _convolution(*arguments)
-    return _carried_convolution(*arguments, layout.context, states.store, states.rows)
+    if states is not None:
+        return _carried_convolution(*arguments, layout.context, states.store, states.rows)
+    if layout.families is not None:
+        return _FamiliesConvolution.apply(*arguments[:3], layout)
+    return _convolution(*arguments)
+
+
+class _FamiliesConvolution(torch.autograd.Function):
+    """`_convolution` over a layout with families."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: AttentionLayout) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layout, ctx.has_bias = layout, bias is not None
+        before = x[_last_inputs(layout, weight.shape[2] - 1)]
+        rows = torch.arange(len(before), device=x.device)
+        return _carried_convolution(x, weight, bias, layout.query_start, layout.context, before, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (grad,), layout = ctx.saved_tensors, grads, ctx.layout
+        grad_x, grad_weight, grad_bias = _convolution_gradients(x, weight, layout.query_start, grad, ctx.has_bias)
+        # What crosses the ends of prefixes: their last inputs, and as many zeros, whose readers have the gradients of
+        # the first tokens that go on.
+        branches, kept = layout.branches, weight.shape[2] - 1
+        last, count = _last_inputs(layout, kept)[branches.sequences], len(branches.family)
+        reader = layout.query_start[branches.sequences][:, None] + torch.arange(kept, device=x.device)
+        there = reader < layout.query_start[branches.sequences + 1][:, None]
+        inputs, slopes = x.new_zeros(2, count, 2 * kept, x.shape[1])
+        inputs[:, :kept] = x[last]
+        slopes[:, kept:] = torch.where(there[..., None], grad[reader.clamp(max=len(x) - 1)], 0)
+        starts = torch.arange(0, 2 * kept * count + 1, 2 * kept, device=x.device)
+        crossing = _convolution_gradients(inputs.flatten(0, 1), weight, starts, slopes.flatten(0, 1), False)
+        by_last = crossing[0].unflatten(0, (count, -1))[:, :kept]
+        for turn in branches.turns:
+            grad_x[last[turn]] += by_last[turn]
+        return grad_x, grad_weight + crossing[1], grad_bias if ctx.has_bias else None, None
+
+
+def _last_inputs(layout: AttentionLayout, count: int) -> Tensor:
+    """[S, count]: flat indices of the tokens before each sequence that goes on from another; of others any."""
+    ends = layout.prefixes + layout.context
+    return (ends[:, None] + torch.arange(-count, 0, device=ends.device)).clamp(min=0)
 
 
 # -------------------------------------------------------------------------------------------------------------- gates
@@ -127,6 +171,53 @@ def scan(
     states: RecurrentState | None,
 ) -> Tensor:  # fmt: skip
     arguments = (*(x.float() for x in (q, k, v, decay, beta)), corrects, layout.query_start)
-    if states is None:
-        return _scan(*arguments)
-    return _carried_scan(*arguments, layout.context, states.store, states.rows, states.settled)
+    if states is not None:
+        return _carried_scan(*arguments, layout.context, states.store, states.rows, states.settled)
+    if layout.families is not None:
+        return _FamiliesScan.apply(*arguments[:6], layout)
+    return _scan(*arguments)
+
+
+class _FamiliesScan(torch.autograd.Function):
+    """`_scan` over a layout with families."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *tensors, corrects, layout = inputs
+        (groups, key_width), (heads, width) = tensors[0].shape[1:], tensors[2].shape[1:]
+        kernels, branches, context = kernels_for(tensors[2].device), layout.branches, layout.context
+        shape = kernels.scan_state(groups, heads, key_width, width)
+        states, out = tensors[2].new_zeros(len(branches.first_start) - 1, *shape), torch.empty_like(tensors[2])
+
+        def made(tokens: slice | Tensor, start: Tensor, context: Tensor, store: Tensor) -> Tensor:
+            rows = torch.arange(len(store), device=store.device)
+            given: tuple[Any, ...] = (*(x[tokens] for x in tensors), corrects, start, context, store, rows)
+            return kernels.scan(*given)
+
+        out[branches.first] = made(branches.first, branches.first_start, context.new_zeros(len(states)), states)
+        out[branches.later] = made(
+            branches.later, branches.later_start, context[branches.sequences], states[branches.family]
+        )
+        ctx.save_for_backward(*tensors, states)
+        ctx.corrects, ctx.layout = corrects, layout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, states = ctx.saved_tensors
+        (grad,), branches, gradients = grads, ctx.layout.branches, tuple(map(torch.empty_like, tensors))
+        backward, shape = kernels_for(grad.device).scan_backward, (*tensors[2].shape[1:2], tensors[0].shape[2])
+
+        def put(tokens: slice | Tensor, start: Tensor, begun: Tensor | None, of_states: Tensor) -> None:
+            parts = [x[tokens] for x in tensors]
+            given: tuple[Any, ...] = (*parts, ctx.corrects, start, grad[tokens], begun, of_states)
+            for whole, part in zip(gradients, backward(*given), strict=True):
+                whole[tokens] = part
+
+        of_begun = grad.new_zeros(len(branches.family), *shape, grad.shape[2])
+        put(branches.later, branches.later_start, states[branches.family], of_begun)
+        of_ends = grad.new_zeros(len(states), *shape, grad.shape[2])
+        for turn in branches.turns:
+            of_ends[branches.family[turn]] += of_begun[turn]
+        put(branches.first, branches.first_start, None, of_ends)
+        return *gradients, None, None

@@ -68,14 +68,17 @@ def scan(
 
 
 def scan_backward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor,
+    begun: Tensor | None = None, of_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (_, groups, key_width), (_, heads, width) = q.shape, v.shape
     by_q, by_k, by_v, by_decay, by_beta = (torch.zeros(x.shape) for x in (q, k, v, decay, beta))
     kernels.scan_backward(
         threads_for(9 * v.numel() * key_width), *(flat(x.contiguous()) for x in (q, k, v, decay, beta)), corrects,
-        flat(query_start), groups, heads, key_width, width, flat(grad.contiguous()), flat(by_q), flat(by_k), flat(by_v),
-        flat(by_decay), flat(by_beta),
+        flat(query_start), groups, heads, key_width, width, flat(grad.contiguous()),
+        NO_STATES if begun is None else flat(begun), begun is not None,
+        NO_STATES if of_states is None else flat(of_states), of_states is not None,
+        flat(by_q), flat(by_k), flat(by_v), flat(by_decay), flat(by_beta),
     )  # fmt: skip
     return by_q, by_k, by_v, by_decay, by_beta
 

@@ -1,4 +1,4 @@
-"""Gradients of the scan over whole sequences.
+"""Gradients of the scan, over whole sequences or from a state on.
 
 Notation is that of `scan`, with chunks of `CHUNK` tokens: a backward's sums need no order but one that is the same in
 every run. With S the state before a chunk and g the gradient of its outputs, the forward is
@@ -57,14 +57,17 @@ TILES = {  # 0: the kernel has no such choice
 
 
 def scan_backward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, corrects: bool, query_start: Tensor, grad: Tensor,
+    begun: Tensor | None = None, of_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """decay: from 0 on; one below 1.2e-38 counts as 0."""
     q, k, v, decay, beta, query_start, grad = (aligned(x) for x in (q, k, v, decay, beta, query_start, grad))
     gradients = tuple(torch.empty_like(x) for x in (q, k, v, decay, beta))
     (tokens, groups, key_width), (_, heads, width) = q.shape, v.shape
     if tokens == 0:
         return gradients
+    if begun is not None:  # states as `scan` keeps them, whose chunks end here
+        begun = begun[:, : heads * width * key_width].unflatten(1, (heads, width, key_width)).contiguous()
     slots = tokens // CHUNK + len(query_start) - 1  # a sequence's begin at `query_start // CHUNK + sequence`
     share = heads // groups
     numbers = slots * share * power_of_two(key_width, LEAST[0]) * power_of_two(width, LEAST[1])
@@ -73,15 +76,17 @@ def scan_backward(
         of_groups, of_heads = slice(first, first + step), slice(first * share, (first + step) * share)
         given = [x[:, of_groups] for x in (q, k)] + [x[:, of_heads] for x in (v, decay, beta, grad)]
         made = [x[:, of_groups] for x in gradients[:2]] + [x[:, of_heads] for x in gradients[2:]]
-        _some_heads(given, made, corrects, query_start, slots, {"GROUPS": groups, "HEADS": heads})
+        ends = [None if x is None else x[:, of_heads] for x in (begun, of_states)]
+        _some_heads(given, made, ends, corrects, query_start, slots, {"GROUPS": groups, "HEADS": heads})
     return gradients
 
 
 def _some_heads(
-    given: list[Tensor], made: list[Tensor], corrects: bool, query_start: Tensor, slots: int, rows: dict[str, int]
-) -> None:
+    given: list[Tensor], made: list[Tensor], ends: list[Tensor | None], corrects: bool, query_start: Tensor, slots: int,
+    rows: dict[str, int],
+) -> None:  # fmt: skip
     """Tensors are parts of those of all groups and heads, whose rows they have."""
-    (q, k, v, decay, beta, grad), (by_q, by_k, by_v, by_decay, by_beta) = given, made
+    (q, k, v, decay, beta, grad), (by_q, by_k, by_v, by_decay, by_beta), (begun, of_states) = given, made, ends
     (_, groups, key_width), (_, heads, width), sequences = q.shape, v.shape, len(query_start) - 1
     keys, values = power_of_two(key_width, LEAST[0]), power_of_two(width, LEAST[1])
     roomy = hopper(q.device) and keys <= 128  # what is in flight takes up to 201 KiB of a multiprocessor's memory
@@ -97,7 +102,7 @@ def _some_heads(
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
             "PIECE": tiles.keys, "COLUMNS": tiles.values, "CORRECTS": corrects,
-            "STAGES": tiles.stages if roomy else 1,
+            "STAGES": tiles.stages if roomy else 1, "HAS_BEGUN": begun is not None, "HAS_SLOPES": of_states is not None,
         }  # fmt: skip
         return {name: every[name] for name in kernel.arg_names if name in every} | {"num_warps": tiles.warps}
 
@@ -115,11 +120,12 @@ def _some_heads(
         )
     states, of_ends = parts(heads, keys, values), parts(heads, keys, values)
     begin_states[(values // TILES[begin_states].values, heads, sequences)](
-        v, beta, query_start, key_parts, logs, inverses, written, states, heads, **options(begin_states)
-    )
+        v, beta, query_start, key_parts, logs, inverses, written, states, v if begun is None else begun, heads,
+        **options(begin_states),
+    )  # fmt: skip
     end_states[(values // TILES[end_states].values, heads, sequences)](
-        beta, grad, query_start, query_parts, key_parts, logs, inverses, slopes, solved, of_ends, heads,
-        **options(end_states),
+        beta, grad, query_start, query_parts, key_parts, logs, inverses, slopes, solved, of_ends,
+        grad if of_states is None else of_states, heads, **options(end_states),
     )  # fmt: skip
     of_pairs = room(heads, 4, CHUNK, CHUNK, dtype=torch.bfloat16)
     of_values[(heads, slots)](

@@ -176,12 +176,12 @@ def invert(
 
 @triton.jit(do_not_specialize=["heads"])
 def begin_states(
-    v, beta, query_start, keys, logs, inverses, written, states, heads, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr,
-    CORRECTS: tl.constexpr, STAGES: tl.constexpr,
+    v, beta, query_start, keys, logs, inverses, written, states, begun, heads, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr, HAS_BEGUN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a head's state, and a sequence's chunks in turn: it leaves the states that they
-    begin with, and, with the delta rule, what they write."""
+    begin with, and, with the delta rule, what they write. begun [S, HEADS, WIDTH, KEY]: the states before the first."""
     SHARE: tl.constexpr = HEADS // GROUPS
     TILE: tl.constexpr = CHUNK * KEYS
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -199,6 +199,9 @@ def begin_states(
     value_at = v + ((begin + n) * HEADS + head)[:, None] * WIDTH + j[None, :]
     beta_at = beta + (begin + n) * HEADS + head
     state = tl.zeros((KEYS, COLUMNS), tl.float32)
+    if HAS_BEGUN:
+        begun_at = begun + ((sequence * HEADS + head) * WIDTH + j[None, :]) * KEY + i[:, None]
+        state = tl.load(begun_at, (i < KEY)[:, None] & (j < WIDTH)[None, :], 0.0)
     for chunk in tl.range(0, count, CHUNK, num_stages=STAGES):
         there = chunk + n < count
         log, last = tl.load(log_at + n), tl.load(log_at + CHUNK - 1)
@@ -229,12 +232,14 @@ def begin_states(
 
 @triton.jit(do_not_specialize=["heads"])
 def end_states(
-    beta, grad, query_start, queries, keys, logs, inverses, slopes, solved, of_ends, heads, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    COLUMNS: tl.constexpr, CORRECTS: tl.constexpr, STAGES: tl.constexpr,
+    beta, grad, query_start, queries, keys, logs, inverses, slopes, solved, of_ends, of_states, heads,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr, HAS_SLOPES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `begin_states`, from the last chunk to the first: gradients of the states that chunks end with, and, with the
-    delta rule, R of them and of `slopes`, to `solved`."""
+    delta rule, R of them and of `slopes`, to `solved`. of_states [S, HEADS, KEY, WIDTH]: gradients of the states after
+    the last chunk, in whose place those of the states before the first are left."""
     SHARE: tl.constexpr = HEADS // GROUPS
     TILE: tl.constexpr = CHUNK * KEYS
     SQUARE: tl.constexpr = CHUNK * CHUNK
@@ -256,6 +261,10 @@ def end_states(
     grad_at = grad + ((start + n) * HEADS + head)[:, None] * WIDTH + j[None, :]
     beta_at = beta + (start + n) * HEADS + head
     of_state = tl.zeros((KEYS, COLUMNS), tl.float32)
+    of_states_at = of_states + ((sequence * HEADS + head) * KEY + i[:, None]) * WIDTH + j[None, :]
+    inside = (i < KEY)[:, None] & (j < WIDTH)[None, :]
+    if HAS_SLOPES:
+        of_state = tl.load(of_states_at, inside, 0.0)
     for turn in tl.range(0, chunks, num_stages=STAGES):
         there = n < count - (chunks - 1 - turn) * CHUNK
         log, last = tl.load(log_at + n), tl.load(log_at + CHUNK - 1)
@@ -284,3 +293,5 @@ def end_states(
         log_at -= heads * CHUNK
         grad_at -= CHUNK * HEADS * WIDTH
         beta_at -= CHUNK * HEADS
+    if HAS_SLOPES:
+        tl.store(of_states_at, of_state, inside)

@@ -179,11 +179,12 @@ def _step_back(
 
 @parallel_kernel
 def scan_backward(
-    counter, q, k, v, decay, beta, corrects, query_start, groups, heads, key_width, width, grad, grad_q, grad_k,
-    grad_v, grad_decay, grad_beta,
+    counter, q, k, v, decay, beta, corrects, query_start, groups, heads, key_width, width, grad, begun, has_begun,
+    of_states, has_slopes, grad_q, grad_k, grad_v, grad_decay, grad_beta,
 ):  # fmt: skip
-    """Of whole sequences. A task is a sequence's share of one key head: the heads that read it come in order. States
-    are kept at every SPAN tokens and made again in between. grad_q and grad_k start at 0."""
+    """A task is a sequence's share of one key head: the heads that read it come in order. States are kept at every
+    SPAN tokens and made again in between. grad_q and grad_k start at 0. begun and of_states [S, heads, key_width,
+    width]: states that sequences begin with, and gradients of those that they end with, then of those begun."""
     share, size, longest = heads // groups, key_width * width, 0
     for s in range(len(query_start) - 1):
         longest = max(longest, query_start[s + 1] - query_start[s])
@@ -196,8 +197,10 @@ def scan_backward(
         s, g = task // groups, task % groups
         first, count = query_start[s], query_start[s + 1] - query_start[s]
         for h in range(g * share, (g + 1) * share):
-            state[:] = ZERO
-            slope[:] = ZERO
+            state_at = (s * heads + h) * size
+            for i in range(size):
+                state[i] = begun[state_at + i] if has_begun else ZERO
+                slope[i] = of_states[state_at + i] if has_slopes else ZERO
             for n in range(count):
                 if n % SPAN == 0:
                     marks[n // SPAN * size : (n // SPAN + 1) * size] = state
@@ -221,4 +224,6 @@ def scan_backward(
                         before, state, slope, q, k, v, key_at, at, gate, decay[gate], beta[gate], corrects, key_width,
                         width, read, written, slopes, grad, grad_q, grad_k, grad_v, grad_decay, grad_beta,
                     )  # fmt: skip
+            if has_slopes:
+                of_states[state_at : state_at + size] = slope
         task = take(counter)
