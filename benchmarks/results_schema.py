@@ -95,7 +95,8 @@ def report(
     `part`: these are some of what the script measures, and what was recorded under other names stays. None: they are
     if the script was given one of `PARTS`.
     """
-    print(table(figures), flush=True)
+    if figures:
+        print(table(figures), flush=True)
     if not (write and figures):
         return None
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)

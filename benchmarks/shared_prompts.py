@@ -102,8 +102,8 @@ def make_group(vocab: int, group: int, prompt: int, new: int, picture: bool = Fa
     return batch
 
 
-def seconds(work: Callable[[], object]) -> float:
-    if not torch.cuda.is_available():  # of the processors, all threads together: other work does not count
+def seconds(work: Callable[[], object], cpu: bool) -> float:
+    if cpu:  # of the processors, all threads together: other work does not count
         began = time.process_time()
         work()
         return time.process_time() - began
@@ -166,12 +166,12 @@ def measure(args: argparse.Namespace, cpu: bool, shape: str) -> list[Figure]:
     for turn in range(args.rounds + 1):  # the first one compiles
         for share, trainer in trainers.items():
             trainer.drop_gradient()
-            taken = seconds(lambda t=trainer: t.forward_backward(batch, get_loss("grpo")))
+            taken = seconds(lambda t=trainer: t.forward_backward(batch, get_loss("grpo")), cpu)
             times["train", share].append(taken)
             if turn == 0:
                 gradients[share] = gradient(trainer)
             with nullcontext() if share else without_sharing():
-                taken = seconds(lambda s=share, t=trainer: logprobs.update({s: t.logprobs(batch)}))
+                taken = seconds(lambda s=share, t=trainer: logprobs.update({s: t.logprobs(batch)}), cpu)
             times["recompute", share].append(taken)
     same = sum(int((a.view(np.int32) != b.view(np.int32)).sum()) for a, b in zip(*logprobs.values(), strict=True))
     print(f"{same} of {sum(len(item.predict) for item in batch)} logprobs differ")

@@ -55,11 +55,12 @@ def examine_model(
         f"micro-batches of {tokens} tokens{pictures}, every layer checkpointed"
         f"{' but for its attention' if keep_attention else ''}; GiB of a rank:",
     )
+    update = ", ".join(part for part in UPDATES if part in needs[0].parts)
     yield Line(
         None,
         "rollout.sleep",
-        f"the engine gives its cache back while the trainer works: of it and of {', '.join(UPDATES[:-1])} the larger "
-        "counts (on a GPU, by default)",
+        f"the engine gives its cache back while the trainer works: of it and of {update} the larger counts (on a GPU, "
+        "by default)",
     )
     if config.vision is not None:
         yield Line(

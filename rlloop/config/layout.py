@@ -90,7 +90,7 @@ def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout
         except ConfigError:
             continue
         if world.size <= ranks:
-            kept = (pair[0].ep, pair[1].ep) == (trainer.ep, rollout.ep)
+            kept = (pair[0].ep == trainer.ep) + (pair[1].ep == rollout.ep)
             rank = (kept, world.size, pair[0].dp_shard, pair[0].world_size, pair[1].world_size)
             best = max(best or (rank, pair), (rank, pair), key=lambda each: each[0])
     if best is None:

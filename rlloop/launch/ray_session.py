@@ -61,7 +61,7 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
             "RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN in the environment"
         ) from None
     except Exception as error:
-        if type(error) is not Exception:  # which Ray raises where its processes are too slow to start
+        if address or type(error) is not Exception:  # which Ray raises where its processes are too slow to start
             raise
         raise ConfigError(f"Ray did not start on this machine, which may be overloaded: {error}") from None
     # A thread of Ray's prints what became of each worker, in paragraphs and whenever it hears of it: also below the

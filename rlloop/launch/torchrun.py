@@ -111,9 +111,9 @@ class Leader:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _put(self._store, f"job/{self._jobs}", None)
         if isinstance(error, RlloopError):
             _tell_torchrun(error)
-        _put(self._store, f"job/{self._jobs}", None)
         if self._hosted is not None and self._jobs == 0:  # until the others, who may still be starting, have read that
             with suppress(DistError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.here.size)], STARTING)
@@ -288,7 +288,8 @@ def _obey(place: Place, config: RunConfig, path: str, threads: int) -> bool:
         with suppress(DistError):
             _put(store, f"failed/{place.rank}", _travelling(error))
             rank_0 = Watch(store, 1)
-            while not rank_0.silent(2 * SILENT):  # it says when it has seen that
+            # It says when it has seen that. If it has died, torchrun kills the others after 30 s.
+            while not rank_0.silent(3 * SILENT):
                 time.sleep(0.5)
                 rank_0.look()
         return False
@@ -317,7 +318,8 @@ def _tell_torchrun(error: RlloopError) -> None:
     """So that torchrun's summary of what failed, the end of its output, has the error's text."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": str(error), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
-        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
+        with suppress(OSError):  # the error has been printed
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _put(store: Store, key: str, value: object) -> None:

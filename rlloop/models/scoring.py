@@ -310,7 +310,10 @@ def _images(model: Model, rows: Sequence[ScoreRow], spans: Sequence[tuple[int, i
     if cp.size == 1:
         return place_features(segments, model.see)
     first, last = share(total, cp.size, cp.rank)  # this rank's tokens; it does not see others' images
-    own = ((each, max(begin, first - at), min(end, last - at), max(at, first)) for each, begin, end, at in segments)
+    own = (
+        (each, max(begin, begin + first - at), min(end, begin + last - at), max(at, first))
+        for each, begin, end, at in segments
+    )
     return place_features(own, model.see)
 
 

@@ -29,7 +29,7 @@ BUILT_IN = {
     "huggingface": "rlloop.numerics.huggingface",
     "reference": "rlloop.numerics.reference",
 }
-SIMPLER = {"huggingface": "stock", "stock": "reference"}  # has what the other does not do in its own way
+SIMPLER = {"huggingface": "stock", "stock": "reference"}  # has the operations that the other does not define
 OPERATIONS = {  # knob -> what it chooses the implementation of
     "linear": ("linear", "head_linear"),
     "rms_norm": ("rms_norm",),

@@ -25,7 +25,7 @@ def held_back() -> Iterator[Held]:
     """Within the context an interrupt (SIGINT) is only noted, and raised at the end; a second one is raised at once.
     Contexts inside share the note.
 
-    No effect outside the main thread, which alone gets signals, and in a process that ignores them.
+    Other threads than the main one, which alone gets signals, hold none back; nor does a process that ignores them.
     """
     before = signal.getsignal(signal.SIGINT)
     if isinstance(before, Held):

@@ -233,7 +233,9 @@ def diagnose(engine: Model, trainer: Model, sample: Sample, token: TokenDifferen
         if (row := first_row(mine.rows, other)) is not None:
             knob = knob_of(mine.op, engine.profile, trainer.profile)
             found = _finding(mine, knob, first + row, other, begins)
-            return replace(found, order=(math.inf if mine.where == "lm_head" else stage, order))
+            if mine.where == "lm_head":  # logits are whole on every rank, however many operations it compared before
+                return replace(found, order=(math.inf, 0 if mine.op == "logits" else 1))
+            return replace(found, order=(stage, order))
     return Finding(
         "Run again alone, the engine's way and the trainer's, this sequence shows no operation that differs: the "
         "difference depends on what it was batched with, or on state (a stale cache, weights that changed in between)",

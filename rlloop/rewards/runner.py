@@ -38,8 +38,9 @@ class RewardFailure:
 Outcome = RewardResult | RewardFailure
 TAKEN = "mean", "std", "solved", "groups_without_signal", "kl_ref"  # names of the metrics reward/NAME of every reward
 HOPELESS = 8  # if the first so many samples of a batch hang, the others are not tried
-# Beginnings of the names of files that are not the user's.
-NOT_THE_USERS = (f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
+# Beginnings of the names of files that are not the user's: of rlloop, Python and installed packages.
+INSTALLED = (Path(__file__).parents[1], *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+NOT_THE_USERS = ("<", *(f"{folder}{os.sep}" for folder in INSTALLED))
 Request = tuple[Any, ...]  # arguments of the reward: prompt, completion, example
 
 
@@ -65,10 +66,10 @@ def is_timeout(outcome: Any) -> bool:
 
 
 def failure(error: BaseException) -> RewardFailure:
-    """An exception of the user's code, with the place in that code, if it came that far."""
+    """An exception of the user's code, with the last place in that code, if it came that far."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f" ({Path(file).name}, line {line})" for file, line in places if not file.startswith(NOT_THE_USERS)]
-    return RewardFailure("error", f"{type(error).__name__}: {error}{own[0] if own else ''}")
+    return RewardFailure("error", f"{type(error).__name__}: {error}{own[-1] if own else ''}")
 
 
 def not_tried(tried: int, timeout: float) -> RewardFailure:

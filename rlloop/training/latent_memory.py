@@ -20,8 +20,8 @@ class Latents:
     """One layer of latent attention on a rank."""
 
     heads: int  # H, of this rank's tokens
-    attending: int  # whose attention the backward makes here
-    apart: bool  # not those whose queries the forward saved
+    attending: int  # heads whose attention's backward runs on this rank
+    apart: bool  # True (tp): that reads queries and outputs of heads that this rank did not save
     query_rank: int
     rank: int
     nope: int

@@ -39,7 +39,8 @@ RUNNING = 512  # requests of an engine at a time
 PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
 RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
-UPDATES = ("gradients", "kept", "activations", "attention", "values")  # parts that exist while the trainer works
+# Parts that exist while the trainer works.
+UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "values")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -161,14 +162,13 @@ def _parts(
     masters, modes = wide if dtype.itemsize < wide else 0, [lora, 0] if critic else [lora]
     pictures = min(image_tokens, -(-tokens // layout.cp)) if model.visual is not None else 0
     towers = [_tower(config, dtype, pictures, not (freeze_tower or mode)) for mode in modes]
+    inputs, features, seeing = (max(each) for each in zip(*towers, strict=True))
     trained = {
         "masters": owned * masters,
         "optimizer": 2 * (owned + every * critic) * wide,  # the critic's is offloaded as well; its masters are not
         "gradients": max(owned, every * critic) * (levels * wide + dtype.itemsize),
-        "kept": _kept(config, layout, dtype, tokens, max(kept for kept, _ in towers)),
-        "activations": max(
-            *(_activations(config, layout, dtype, tokens, mode) for mode in modes), *(work for _, work in towers)
-        ),
+        **_kept(config, layout, dtype, tokens, inputs, features),
+        "activations": max(seeing, *(_activations(config, layout, dtype, tokens, mode) for mode in modes)),
         **({"attention": _attention(config, layout, dtype, tokens)} if keep_attention else {}),
     }
     if critic:
@@ -219,27 +219,33 @@ def _states(recurrence: Recurrence, model: Model) -> int:
     return min((RUNNING + SAVED_STATES) * of_sequence, STATE_BYTES)
 
 
-def _tower(config: ModelConfig, dtype: torch.dtype, image_tokens: int, trains: bool) -> tuple[int, int]:
-    """Bytes that a vision tower keeps for `image_tokens` features until its backward pass, and that it works in."""
+def _tower(config: ModelConfig, dtype: torch.dtype, image_tokens: int, trains: bool) -> tuple[int, int, int]:
+    """Bytes that a vision tower keeps for `image_tokens` features until its backward pass, of its blocks' inputs and of
+    all else; and that it works in."""
     if config.vision is None:
-        return 0, 0
+        return 0, 0, 0
     vision, itemsize = config.vision, dtype.itemsize
     patches = image_tokens * vision.merge_size**2
     features = image_tokens * tower.features(vision, itemsize, trains)
     forward = tower.forward(vision, itemsize)
     if not trains:
-        return features, patches * forward
+        return 0, features, patches * forward
     block = tower.block(vision, itemsize) + tower.block_backward(vision, itemsize)
-    return features + patches * tower.kept(vision, itemsize), patches * max(forward, block)
+    kept = features + patches * tower.kept(vision, itemsize)
+    return patches * tower.inputs(vision, itemsize), kept, patches * max(forward, block)
 
 
-def _kept(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, tower: int) -> int:
-    """Bytes of the stream between layers, of selections that several layers read, and of what a `tower` keeps."""
+def _kept(
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, inputs: int, features: int
+) -> dict[str, int]:
+    """Bytes of layers' inputs, a tower's among them, which may wait in host memory; and of what may not: selections
+    that several layers read, and a tower's features and mergers."""
     under_way, rows = min(layout.pp, MICRO_BATCHES), -(-tokens // layout.cp)  # micro-batches in a pipeline
     stream = tokens * dtype.itemsize // layout.cp * config.hidden_size * -(-config.num_layers // layout.pp)
     latents = Latents.of(config, layout)
     shared = 0 if latents is None else rows * latents.kept() * -(-latents.shared // layout.pp)
-    return under_way * (stream + shared + tower)
+    beside = {"selections": shared, "features": features}
+    return {"kept": under_way * (stream + inputs), **{name: under_way * size for name, size in beside.items() if size}}
 
 
 def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:

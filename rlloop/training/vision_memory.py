@@ -17,16 +17,18 @@ def features(vision: VisionConfig, itemsize: int, trains: bool) -> int:
     return itemsize * (1 + len(vision.deepstack)) * vision.out_size * (3 if trains else 1)
 
 
-def kept(vision: VisionConfig, itemsize: int) -> int:
-    """Bytes a patch that a tower that trains saves, but for its blocks' inside.
+def inputs(vision: VisionConfig, itemsize: int) -> int:
+    """Bytes a patch of blocks' inputs that a tower that trains saves, which may wait in host memory: two parts each,
+    2 b D, or one where it is the first or follows deepstack. What a merger of deepstack reads as well is in `kept`."""
+    deep = [at for at in vision.deepstack if at + 1 < vision.depth]
+    return itemsize * (2 * vision.depth - 1 - 2 * len(deep)) * vision.hidden_size
 
-    The patch b C and its corners' rows and shares 12 x 4; of each block the two parts of its input 2 b D, one where it
-    is the first or follows deepstack; of each merger its input, norm, and both sides of GELU 4 b D.
-    """
-    mergers, deep = 1 + len(vision.deepstack), [at for at in vision.deepstack if at + 1 < vision.depth]
-    # What a merger of deepstack reads is the next block's input as well.
-    parts = 2 * vision.depth - 1 - 2 * len(deep) + 4 * mergers
-    return itemsize * (vision.patch_width + parts * vision.hidden_size) + (INDEX + WIDE) * CORNERS
+
+def kept(vision: VisionConfig, itemsize: int) -> int:
+    """Bytes a patch that a tower that trains saves beside: the patch b C and its corners' rows and shares 12 x 4; of
+    each merger its input, norm, and both sides of GELU 4 b D."""
+    mergers = 1 + len(vision.deepstack)
+    return itemsize * (vision.patch_width + 4 * mergers * vision.hidden_size) + (INDEX + WIDE) * CORNERS
 
 
 def block(vision: VisionConfig, itemsize: int) -> int:

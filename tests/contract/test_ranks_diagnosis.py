@@ -99,8 +99,8 @@ def test_a_fault_of_one_rank_is_named_with_the_rank_and_the_token(tmp_path: Path
 def test_a_fault_of_one_stage_is_named_with_its_rank(tmp_path: Path) -> None:
     """The logits differ on every rank."""
     make_checkpoint(tmp_path / "qwen3", "qwen3")
-    faults = [("", None), ("attention", 0), ("attention", 1)]
-    [nothing, *stages], _ = run_ranks(2, findings, tmp_path / "qwen3", Layout(pp=2), faults)
+    faults = [("", None), ("attention", 0), ("attention", 1), ("logits", 1)]
+    [nothing, *stages, head], _ = run_ranks(2, findings, tmp_path / "qwen3", Layout(pp=2), faults)
     assert nothing.details["op"] is None, nothing.text
     layers = read_config(tmp_path / "qwen3").num_layers
     for rank, finding in enumerate(stages):
@@ -109,3 +109,4 @@ def test_a_fault_of_one_stage_is_named_with_its_rank(tmp_path: Path) -> None:
             f"On rank {rank} alone: The first operation that differs: attention at model.layers.{layer} "
             in finding.text
         )
+    assert head.text.startswith("On each of 2 ranks: The first operation that differs: logits at lm_head"), head.text

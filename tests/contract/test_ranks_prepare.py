@@ -96,6 +96,7 @@ def troubled(trouble: str) -> tuple[int | str, int, list[str], list[Any]]:
     """`trouble` is the second rank's, in its third step: what `prepare` returned or raised, the number of steps, what
     the log says, and bits of requests."""
     context, said = join(CPU, Layout(tp=2)), list[str]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background may ignore
     with pytest.MonkeyPatch.context() as patch:
         count_replays(patch)
         captured = EngineGraphs._captured
@@ -155,6 +156,7 @@ def move(weights: Model) -> None:
 def led(interrupted: bool) -> tuple[list[tuple[Any, ...]], list[Any]]:
     """An engine that a server calls on the first rank alone, before and after a change of weights."""
     context, made = join(CPU, Layout(tp=2)), list[Any]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         count_replays(patch)
         patch.setattr(graphs, "MOST_TOKENS", TOKENS)

@@ -22,14 +22,14 @@ class Form(NamedTuple):
 
 
 def decode_forms(requests: int, widths: Sequence[int], *, draws: bool, finely: bool = False) -> list[Form]:
-    """Of all steps in which up to `requests` requests decode, without adapters. `widths`: numbers of pages."""
+    """Forms of all steps in which up to `requests` requests decode, without adapters. `widths`: numbers of pages."""
     sizes = sorted({rounded(n, finely=finely) for n in range(1, requests + 1)})
     return [Form(rows, width, "none", draws) for width in widths for rows in sizes]
 
 
 def prompt_forms(requests: int, width: int, room: int, most: int) -> list[Form]:
-    """Of all steps of up to `most` tokens, prompts among them, of up to `requests` requests without adapters. `width`:
-    pages of each, for up to `room` tokens, no more than `LONG`."""
+    """Forms of all steps of up to `most` tokens, prompts among them, of up to `requests` requests without adapters.
+    `width`: pages of each, for up to `room` tokens."""
     sizes = sorted({rounded_rows(n + 1) for n in range(1, requests + 1)})
     counts = sorted({rounded_tokens(n) for n in range(1, most + 1)})
     return [

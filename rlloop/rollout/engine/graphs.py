@@ -166,7 +166,7 @@ class EngineGraphs:
         return len(self._recorded)
 
     def _usual(self, requests: int, tokens: int) -> Iterator[Form]:
-        """Of the steps of so many requests those that are not recorded, and can be; the same on all ranks."""
+        """Forms of the steps of so many requests that are not recorded, and can be; the same on all ranks."""
         pages = range(1, -(-min(tokens, self._model.max_positions) // self._page_size) + 1)
         widths = sorted({self.shape(1, n)[1] for n in pages})
         forms = decode_forms(min(requests, HOST_DRAWN), widths, draws=False)
@@ -261,10 +261,6 @@ class EngineGraphs:
         if not self._ranks.has_room():
             self._seen[form] = 0
             return False
-        nothing = np.zeros(0, np.int64)
-        inputs = torch.empty(PromptInputs.size(form), dtype=torch.int64, device=device)
-        self._stage(inputs, form, (0, 0, 0, 0), 0, nothing, nothing, nothing[:, None], nothing)
-        tokens, starts, context, rows, pages = PromptInputs.of(inputs, form)
 
         def work() -> tuple[Tensor, ...]:
             ids, adapter, positions, slots = tokens
@@ -275,13 +271,17 @@ class EngineGraphs:
 
         failure = ""
         try:
+            nothing = np.zeros(0, np.int64)
+            inputs = torch.empty(PromptInputs.size(form), dtype=torch.int64, device=device)
+            self._stage(inputs, form, (0, 0, 0, 0), 0, nothing, nothing, nothing[:, None], nothing)
+            tokens, starts, context, rows, pages = PromptInputs.of(inputs, form)
             if self._hidden is None:  # of all graphs with prompts, which are many
                 width = self._model.config.hidden_size
                 self._hidden = torch.empty(MOST_TOKENS, width, dtype=self._model.dtype, device=device)
             made = self._hidden[: form.tokens]
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
         except RuntimeError as error:
-            failure = str(error)
+            failure = str(error) or repr(error)
         if not (failures := self._ranks.troubles(failure)):
             for old in [each for each in self._recorded if each.tokens][:-KEPT]:
                 del self._recorded[old], self._seen[old]

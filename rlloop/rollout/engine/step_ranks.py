@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class StepRanks:
-    """Those that share experts, or each product, in all stages of a pipeline. Every rank calls the same methods."""
+    """The ranks that share experts, or each product, in all stages of a pipeline. Each calls the same methods."""
 
     def __init__(self, context: ParallelContext) -> None:
         axes = ("tp" if context.layout.expert_leaves == 1 else "ep", "pp")
@@ -39,12 +39,12 @@ class StepRanks:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Raises `Stopped` at the end if a rank's work within the context raises RuntimeError."""
+        """Raises `Stopped` at the end if a rank's work within the context raises an exception."""
         failure = ""
         try:
             yield
-        except RuntimeError as error:
-            failure = str(error)
+        except Exception as error:
+            failure = str(error) or repr(error)
         self.check(failure)
 
     def check_room(self) -> None:

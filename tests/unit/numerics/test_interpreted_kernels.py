@@ -18,7 +18,11 @@ CASES = {
     "shared prefixes": ["tests/unit/numerics/test_shared_prefixes.py", "-k", "added_up or latents"],
     "recurrent layers": ["tests/unit/numerics/test_recurrent.py", "-k", "delta or mamba"],
     "gradients of the recurrence": ["tests/unit/numerics/test_scan_gradients.py"],
-    "shared states": ["tests/unit/numerics/test_shared_recurrences.py", "-k", "small or added_up and not conv"],
+    "shared states": [
+        "tests/unit/numerics/test_shared_recurrences.py",
+        "-k",
+        "small or heads or added_up and not conv",
+    ],
     "gradients": ["tests/contract/test_images.py::test_logprobs_and_gradients_are_transformers[qwen3_vl]"],
     "bits": ["tests/contract/test_images.py::test_the_trainer_recomputes_the_engines_bits[qwen3_vl-float32]"],
 }

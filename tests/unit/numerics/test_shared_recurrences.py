@@ -73,7 +73,7 @@ def gradients(name: str, families: list[list[int]], at: slice = slice(None)) -> 
     return dict(zip(given, torch.autograd.grad(out, list(given.values()), slopes), strict=True))
 
 
-@pytest.mark.parametrize("families", [FAMILIES, [[64, 2, 5]]], ids=["several", "small"])
+@pytest.mark.parametrize("families", [FAMILIES, [[64, 2, 5]], [[64, 1, 1]]], ids=["several", "small", "small single"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_shared_prefix_changes_no_bit(name: str, families: list[list[int]]) -> None:
     (tokens, weights), (rows, lengths) = case(name, families), as_whole(families)
@@ -95,8 +95,18 @@ def test_gradients_are_those_of_whole_sequences_added_up(name: str) -> None:
         assert (made - wanted[part]).norm() < WORST * wanted[part].norm(), part
 
 
+@pytest.mark.parametrize("name", ["delta", "mamba"])
+def test_gradients_of_some_heads_at_a_time_are_those_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU makes them where there are many states."""
+    backward = pytest.importorskip("rlloop.numerics.kernels.triton.recurrence_backward")
+    made = gradients(name, FAMILIES)
+    monkeypatch.setattr(backward, "NUMBERS", 1)
+    assert all(same_bits(x, made[n]) for n, x in gradients(name, FAMILIES).items())
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_know_neither_threads_nor_neighbours(name: str) -> None:
+def test_gradients_know_neither_threads_nor_neighbours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlloop.numerics.kernels.cpu.compiled.jit.GRAIN", 1)  # else so little work has one thread
     made, own = gradients(name, FAMILIES), slice(17, 17 + sum(FAMILIES[1]))
     alone = gradients(name, FAMILIES[1:2], own)
     assert all(same_bits(x, made[n][own]) for n, x in alone.items() if n not in ("weight", "bias"))

@@ -25,6 +25,11 @@ TOWERS = {  # in each, another term is the largest
 }
 
 
+def outside(vision: Any, itemsize: int) -> int:
+    """Bytes a patch that a tower saves, but for its blocks' inside."""
+    return vision_memory.inputs(vision, itemsize) + vision_memory.kept(vision, itemsize)
+
+
 def made(name: str, dtype: str, every: int = 1) -> tuple[Model, Any, Image]:
     model = new_model(image_config("qwen3_vl", {}, TOWERS[name]), seed=0, dtype=dtype)
     model.checkpoint_layers = every
@@ -41,7 +46,7 @@ def test_what_a_tower_saves_is_predicted_within_a_hundredth(name: str, dtype: st
     itemsize = model.dtype.itemsize
     with saved(list(model.parameters())) as kept:
         model.see([image])
-    assert kept.bytes == pytest.approx(PATCHES * vision_memory.kept(vision, itemsize), rel=0.01)
+    assert kept.bytes == pytest.approx(PATCHES * outside(vision, itemsize), rel=0.01)
     model.checkpoint_layers = 0
     with saved(list(model.parameters())) as whole:
         model.see([image])
@@ -51,7 +56,7 @@ def test_what_a_tower_saves_is_predicted_within_a_hundredth(name: str, dtype: st
     deep = len(vision.deepstack)
     sums = 2 * vision.depth - 1 - deep
     blocks = vision.depth * vision_memory.block(vision, itemsize) - itemsize * vision.hidden_size * sums
-    expected = vision_memory.kept(vision, itemsize) + blocks + tables
+    expected = outside(vision, itemsize) + blocks + tables
     assert whole.bytes == pytest.approx(PATCHES * expected, rel=0.05)
 
 
@@ -64,7 +69,7 @@ def test_training_and_seeing_hold_what_is_predicted(dtype: str) -> None:
     with Peak() as peak:
         model.see([image])[0].float().sum().backward()
     work = vision_memory.block(vision, itemsize) + vision_memory.block_backward(vision, itemsize)
-    work += vision_memory.kept(vision, itemsize)
+    work += outside(vision, itemsize)
     predicted = PATCHES * work + features * vision_memory.features(vision, itemsize, True)
     assert 0.8 * predicted <= peak.bytes <= 1.05 * predicted
     model.requires_grad_(False)
@@ -84,14 +89,19 @@ def test_a_tower_counts_where_it_trains_and_by_its_tokens() -> None:
         return predict(config, options.pop("layout", Layout()), torch.bfloat16, 4096, **options).parts
 
     text, some, every = parts(image_tokens=0), parts(image_tokens=1024), parts()
-    kept = 4 * vision_memory.kept(vision, 2) + vision_memory.features(vision, 2, True)
-    assert some["kept"] == text["kept"] + 1024 * kept
-    assert every["kept"] == text["kept"] + 4096 * kept
-    assert parts(layout=Layout(cp=4))["kept"] == every["kept"] // 4
-    features = 4096 * vision_memory.features(vision, 2, False)
+    features = 4 * vision_memory.kept(vision, 2) + vision_memory.features(vision, 2, True)
+    for made, tokens in ((some, 1024), (every, 4096)):
+        assert made["kept"] == text["kept"] + tokens * 4 * vision_memory.inputs(vision, 2)
+        assert made["features"] == tokens * features
+    spread = parts(layout=Layout(cp=4))
+    assert (spread["kept"], spread["features"]) == (every["kept"] // 4, every["features"] // 4)
+    away = parts(offload_activations=True)  # the blocks' inputs, not what is saved outside of checkpoints
+    assert (away.get("kept"), away["features"]) == (None, every["features"])
     for frozen in (parts(freeze_tower=True), parts(lora=4)):
-        assert frozen["kept"] == text["kept"] + features
-        assert frozen["activations"] <= every["activations"]
+        assert frozen["kept"] == text["kept"]
+        assert frozen["features"] == 4096 * vision_memory.features(vision, 2, False)
+    seen = 4 * 4096 * vision_memory.forward(vision, 2)
+    assert parts(freeze_tower=True)["activations"] == max(text["activations"], seen)
     work = vision_memory.block(vision, 2) + vision_memory.block_backward(vision, 2)
     work = max(work, vision_memory.forward(vision, 2))
     assert every["activations"] == max(text["activations"], 4 * 4096 * work)

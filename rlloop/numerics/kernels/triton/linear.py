@@ -25,7 +25,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
-PADDED = 32  # beyond `FEW_ROWS` instead of the first of these: an engine pads its steps to such multiples
+PADDED = 32  # likewise of more than `FEW_ROWS` and fewer than `MANY_ROWS`: an engine pads its steps to such multiples
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 COMPARED = 1 << 26  # of our numbers at a time: a trial of a whole vocabulary would need twice its logits
