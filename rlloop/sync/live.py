@@ -99,8 +99,11 @@ class LiveTarget:
         named: Iterable[tuple[str, Tensor]],
         set_version: Callable[[int], None],
         exclusively: Callable[[Callable[[], Any]], Any] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self._live, self._aliases = untie(dict(named))
+        """`aliases`: names of tied weights that `named` leaves out, such as lm_head.weight."""
+        self._live, tied = untie(dict(named))
+        self._aliases = {**tied, **(aliases or {})}
         self._layout = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self._live.items()}
         self._set_version, self._exclusively = set_version, exclusively
 

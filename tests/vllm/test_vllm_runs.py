@@ -65,7 +65,7 @@ def test_experts_and_latent_attention_too(tmp_path, family):
 
 def test_pictures_too(tmp_path, monkeypatch):
     """Both engines' own prefill of a prompt with an image is compared as well."""
-    monkeypatch.setattr(warm_start, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr("rlloop.cache.cache_root", lambda: tmp_path)
     sizes = ["rollout.num_prompts=2", "rollout.group_size=3", "trainer.num_steps=2", "eval.num_draws=2"]
     shared = ["train", "--config-name", "images", *sizes, "task.demonstrations=4", "task.warm_steps=2"]
     for run, engine in (("embedded", "embedded"), ("vllm", "vllm")):
