@@ -148,8 +148,8 @@ def test_results_of_parts_are_merged_and_rounds_are_shown(module, tmp_path, monk
     assert (one["name"], one["value"]) == ("8B, one", 8.0)
     assert "CPUs" in one["host"]
     head, _, first, *_ = page.table(["engine"]).splitlines()
-    assert head == "| measure | rlloop | compared with | ratio | aim | the device allows |"
-    assert first == "| 8B, crowd | 90 (80 to 100) tokens/s | vLLM: 30 (20 to 40) | 3 | 1 | 200 |"
+    assert head == "| measure | rlloop | compared with | ratio | aim | the device allows | run |"
+    assert first == "| 8B, crowd | 90 (80 to 100) tokens/s | vLLM: 30 (20 to 40) | 3 | 1 | 200 | 1 |"
 
 
 def test_rooflines_are_what_memory_and_arithmetic_allow(module):
