@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from rlloop.cli.main import main
 from rlloop.models import new_model, save_model
-from rlloop.recipes.images import warm_start
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.runs.folder import read_records
 from rlloop.testing import planted_fault
