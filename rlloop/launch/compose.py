@@ -40,8 +40,14 @@ from rlloop.errors import ConfigError
 from rlloop.launch.inherit import inherited
 
 FREE = (
-    *("task", "data", "reward", "sinks", "fleet.engines"),
-    *(f"algorithm.{name}" for name in ("loss_args", "advantage_args", "correction")),
+    "task",
+    "data",
+    "reward",
+    "sinks",
+    "fleet.engines",
+    "algorithm.loss_args",
+    "algorithm.advantage_args",
+    "algorithm.correction",
 )
 
 NAMED = ("algorithm.loss", "algorithm.advantage", "rollout.engine")  # a name, or a mapping with `_target_`

@@ -18,23 +18,12 @@ from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer
 from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
+from tests.support.shared_prefixes import whole_sequences
 from tests.support.train_sequences import VOCAB, gradients, make_groups
 
 OURS = ops_for(NumericsProfile())
 FAMILIES = [[1088, 70, 1, 300], [77], [64, 64, 1000], [2048, 5, 65]]  # across parts of 1,024 keys
 SHAPES = {"0.6B": (16, 8, 128), "narrow": (8, 2, 64), "one head of keys": (8, 1, 40)}  # H, G, D
-
-
-def whole_sequences() -> tuple[torch.Tensor, list[int]]:
-    """(tokens of every sequence that is not a prefix, as flat indices; their lengths)."""
-    rows, lengths, start = [], [], 0
-    for first, *others in FAMILIES:
-        prefix, start = range(start, start + first), start + first
-        for count in others or [0]:
-            rows += [*prefix, *range(start, start + count)]
-            lengths.append(first + count)
-            start += count
-    return torch.tensor(rows, device="cuda"), lengths
 
 
 def inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -53,7 +42,7 @@ def run(layout, leaves, rows, slopes, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention(shape: str, dtype: torch.dtype, window: int) -> None:
-    rows, lengths = whole_sequences()
+    rows, lengths = whole_sequences(FAMILIES, "cuda")
     leaves = inputs(SHAPES[shape], dtype)
     slopes = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     shared, whole = AttentionLayout.of_families(FAMILIES, "cuda"), AttentionLayout.of_sequences(lengths, "cuda")
@@ -70,7 +59,7 @@ def test_attention(shape: str, dtype: torch.dtype, window: int) -> None:
 
 
 def test_wide_latents() -> None:
-    rows, lengths = whole_sequences()
+    rows, lengths = whole_sequences(FAMILIES, "cuda")
     q, k, _ = inputs((16, 1, 576), torch.bfloat16)
     shared, whole = AttentionLayout.of_families(FAMILIES, "cuda"), AttentionLayout.of_sequences(lengths, "cuda")
     slopes = torch.randn(len(q), 16, 512, generator=torch.Generator().manual_seed(1)).to("cuda", torch.bfloat16)

@@ -181,7 +181,8 @@ class EngineGraphs:
                 yield form
 
     def _launch_draws(self, most: int) -> None:
-        """What follows prompts is launched one by one: each number of rows may be another variant of a kernel."""
+        """Compile what draws after a step with prompts, which no graph has: each number of rows may be another variant
+        of a kernel."""
         model, device = self._model, self._model.device
         for rows in range(1, most + 1):
             hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)

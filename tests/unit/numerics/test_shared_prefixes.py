@@ -9,6 +9,7 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
+from tests.support.shared_prefixes import whole_sequences
 
 OURS = ops_for(NumericsProfile())
 FAMILIES = [[70], [128, 5, 1, 66], [3], [64, 64], [1]]  # prefixes, then what goes on from them
@@ -16,20 +17,7 @@ SHARED = AttentionLayout.of_families(FAMILIES)
 SCALE = 0.25
 
 
-def as_whole(families):
-    """(tokens of every sequence that is not a prefix, as flat indices; their lengths; own tokens among all of them)."""
-    rows, lengths, own, start = [], [], [], 0
-    for first, *others in families:
-        prefix, start = range(start, start + first), start + first
-        for count in others or [0]:
-            mine, start = range(start, start + count), start + count
-            rows += [*prefix, *mine]
-            own += [not others] * first + [True] * count
-            lengths.append(first + count)
-    return torch.tensor(rows), lengths, torch.tensor(own)
-
-
-WHOLE, LENGTHS, OWN = as_whole(FAMILIES)
+WHOLE, LENGTHS = whole_sequences(FAMILIES)
 
 
 def tensors(width, dtype=torch.float32, heads=4, groups=2):

@@ -14,24 +14,13 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
+from tests.support.shared_prefixes import whole_sequences
 
 OURS = ops_for(NumericsProfile())
 FAMILIES = [[17], [128, 2, 1, 19], [64, 3], [1]]  # prefixes, then what goes on from them
 GROUPS, HEADS, KEY, VALUE, CHANNELS = 2, 4, 12, 20, 300
 # A GPU's kernels multiply parts of 16 bits.
 WORST = 3e-5 if "tests.support.interpreted_kernels" in sys.modules else 2e-6
-
-
-def as_whole(families: list[list[int]]) -> tuple[Tensor, list[int]]:
-    """(tokens of every sequence that no other goes on from, as flat indices; their lengths)."""
-    rows, lengths, start = [], [], 0
-    for first, *others in families:
-        prefix, start = range(start, start + first), start + first
-        for count in others or [0]:
-            rows += [*prefix, *range(start, start + count)]
-            lengths.append(first + count)
-            start += count
-    return torch.tensor(rows), lengths
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -76,7 +65,7 @@ def gradients(name: str, families: list[list[int]], at: slice = slice(None)) -> 
 @pytest.mark.parametrize("families", [FAMILIES, [[64, 2, 5]], [[64, 1, 1]]], ids=["several", "small", "small single"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_shared_prefix_changes_no_bit(name: str, families: list[list[int]]) -> None:
-    (tokens, weights), (rows, lengths) = case(name, families), as_whole(families)
+    (tokens, weights), (rows, lengths) = case(name, families), whole_sequences(families)
     shared = run(name, OURS, AttentionLayout.of_families(families), tokens | weights)
     whole = {n: x[rows] for n, x in tokens.items()} | weights
     assert same_bits(shared[rows], run(name, OURS, AttentionLayout.of_sequences(lengths), whole))
@@ -84,7 +73,7 @@ def test_a_shared_prefix_changes_no_bit(name: str, families: list[list[int]]) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_whole_sequences_added_up(name: str) -> None:
-    (tokens, weights), (rows, lengths) = case(name, FAMILIES), as_whole(FAMILIES)
+    (tokens, weights), (rows, lengths) = case(name, FAMILIES), whole_sequences(FAMILIES)
     exact = {n: x.double().requires_grad_() for n, x in (tokens | weights).items()}
     whole = {n: x[rows] if n in tokens else x for n, x in exact.items()}
     out = run(name, reference, AttentionLayout.of_sequences(lengths), whole)
