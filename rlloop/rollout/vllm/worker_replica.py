@@ -180,9 +180,12 @@ class WorkerReplica:
 class PartsTarget(LiveTarget):
     """A `LiveTarget` with tensors whose numbers lie in an order of vLLM's own."""
 
-    def __init__(self, live: Mapping[str, Part], *options: Any) -> None:
+    def __init__(
+        self, live: Mapping[str, Part], set_version: Callable[[int], None],
+        exclusively: Callable[[Callable[[], Any]], Any], aliases: Mapping[str, str],
+    ) -> None:  # fmt: skip
         views = {name: weight for name, weight in live.items() if not isinstance(weight, Packed)}
-        super().__init__(views.items(), *options)
+        super().__init__(views.items(), set_version, exclusively, aliases)
         self._packed = {name: weight for name, weight in live.items() if isinstance(weight, Packed)}
 
     def layout(self) -> Layout:
