@@ -97,10 +97,8 @@ def visit(browser, tmp_path, request):
             "request",
             lambda request: request.url.startswith((server.url, "blob:", "data:")) or wrong.append(request.url),
         )
-        page.goto(f"{server.url}/?token={TOKEN}")
+        page.goto(f"{server.url}/?token={TOKEN}{view}")  # one load: nothing is drawn before the view that is asked for
         assert "token" not in page.url
-        if view:
-            page.goto(f"{server.url}/{view}")
         return page
 
     yield go
@@ -110,10 +108,20 @@ def visit(browser, tmp_path, request):
     assert wrong == []
 
 
+def into_view(found):
+    """Scroll there, again where the page was drawn anew meanwhile: Playwright does not retry this by itself."""
+    for left in reversed(range(50)):
+        try:
+            return found.scroll_into_view_if_needed()
+        except sync_api.Error as error:
+            if "not attached" not in str(error) or not left:
+                raise
+
+
 def card(page, title: str):
     """A panel's card, brought into view: charts are drawn when they are seen."""
     found = page.locator(f'.card[data-panel="{title}"]')
-    found.first.scroll_into_view_if_needed()
+    into_view(found.first)
     return found
 
 
@@ -534,7 +542,7 @@ def test_pictures_stand_beside_the_completion_and_in_the_reply_that_showed_them(
     expect(detail.locator(".pictures img")).to_have_count(2)
     asked, shown = page.get_by_alt_text("Image 1 of the prompt"), page.get_by_alt_text("Image 1 of the reply")
     for image, colour in ((asked, [200, 30, 30]), (shown, [30, 60, 210])):
-        image.scroll_into_view_if_needed()
+        into_view(image)
         image.evaluate("(image) => image.decode()")
         assert image.evaluate(COLOUR) == [32, 24, *colour]
     bubbles = detail.locator(".bubble")
