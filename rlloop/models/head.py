@@ -3,11 +3,15 @@
 A rank computes the logits of its part of the vocabulary. An all-to-all then gives each rank some rows over the whole
 vocabulary, which it scores and samples as one rank does; all ranks get the results. So no rank holds all logits, and
 every distribution (greedy, truncated, banned, redrawn) has one rank's bits.
+
+On GPUs, rows of an engine that nothing warps are drawn where their logits lie. Ranks exchange what they measured of
+blocks of the vocabulary, and the one that has the token draws it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +21,15 @@ from rlloop.models.stages import Stage
 from rlloop.numerics import operators
 from rlloop.numerics.kernels import kernels_for
 from rlloop.numerics.kernels.terms import terms_gradients
-from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.layout import VOCABULARY_BLOCK, LogitsProcessing
 from rlloop.numerics.operators.adapted import PRODUCTS
-from rlloop.numerics.operators.distribution import Adapted, check_targets, dense, draw, terms_of
+from rlloop.numerics.operators.distribution import Adapted, check_targets, dense, draw, draw_part, draws_parts, terms_of
 from rlloop.numerics.operators.products import product
 from rlloop.numerics.ops import Ops
 from rlloop.parallel.cut import share, shares
 from rlloop.parallel.division import Division, exchanged_parts, exchanged_rows, gathered
 
+VECTOR = 16  # numbers; if a row is a multiple, kernels lay out its blocks alike, whether it is whole or a rank's part
 FEW_ROWS = 2  # a rank: with fewer, all ranks measure all rows, which saves an exchange
 
 
@@ -79,6 +84,9 @@ class Head:
         draws = draw if self._ops.profile.token_logprob == "rlloop" else self._ops.sample
         if count < FEW_ROWS * ranks.size:
             return draws(division.gather(logits, 1), processing, seeds, positions)
+        in_blocks = division.aligned(VOCABULARY_BLOCK) and division.count % VECTOR == 0
+        if processing.plain and draws is draw and in_blocks and draws_parts(logits.device):
+            return _drawn_in_parts(logits, seeds, positions, division)
         rows = shares(count, ranks.size)
         begin, end = share(count, ranks.size, ranks.rank)
         own = exchanged_parts(logits, rows, division)
@@ -104,10 +112,11 @@ class Head:
             return logprobs, entropies, torch.zeros_like(entropies), torch.full_like(targets, -1)
         if not self._exchanges:
             return self._ops.token_redraw(hidden, self._whole_weight(), targets, processing, seeds, positions)
-        plain = all(value is None for value in vars(processing).values())
-        logprobs, entropies, raw, ids = self._scored(hidden, targets, processing, seeds, positions, not plain)
+        logprobs, entropies, raw, ids = self._scored(
+            hidden, targets, processing, seeds, positions, not processing.plain
+        )
         drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
-        return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+        return logprobs, entropies, logprobs.detach() if processing.plain else raw, drawn
 
     @property
     def _exchanges(self) -> bool:
@@ -126,6 +135,20 @@ class Head:
         return _CutLogprob.apply(
             hidden, self._weight(), targets, processing, seeds, positions, raw, self._division, *terms
         )
+
+
+def _drawn_in_parts(
+    logits: Tensor, seeds: Tensor, positions: Tensor, division: Division
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, logprobs and raw logprobs, on every rank."""
+    ((first, _),) = division.own
+    blocks = [-(-size // VOCABULARY_BLOCK) for size in division.sizes]
+    ids, logprobs = draw_part(logits, seeds, positions, first, partial(division.ranks.gather, dim=3, sizes=blocks))
+    drawn = division.ranks.gather(torch.stack((ids.int(), logprobs.view(torch.int32)))[None])  # [R, 2, T]
+    owner = drawn[:, :1].argmax(0, keepdim=True)  # the others have -1
+    ids, bits = drawn.gather(0, owner.expand(1, 2, -1))[0].unbind()
+    logprobs = bits.view(torch.float32)
+    return ids.long(), logprobs, logprobs
 
 
 def _placeholders(hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,13 +35,13 @@ from rlloop.models.routing_record import RoutingRecord
 from rlloop.models.stages import Stage
 from rlloop.models.stored_parameter import CopiedPart, copies_of, entries_of, shared_parts
 from rlloop.models.vision import PlacedFeatures, Tower
-from rlloop.numerics.layout import AdapterSlots, AttentionLayout
+from rlloop.numerics.layout import VOCABULARY_BLOCK, AdapterSlots, AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.cut import share
-from rlloop.parallel.division import in_tiles, taken
+from rlloop.parallel.division import in_blocks, taken
 
 
 class Model(ModelFacts, nn.Module):
@@ -80,7 +80,8 @@ class Model(ModelFacts, nn.Module):
         self.take_head_gradient: Callable[[Tensor], None] | None = None  # gets a tied weight's gradient as the head
         self.source_path: Path | None = None  # the folder it was loaded from
         self._copies: list[CopiedPart] = []
-        self.vocabulary = in_tiles(config.vocab_size, self.context.tp)  # of the head; the embedding is whole
+        # Of the head; the embedding is whole.
+        self.vocabulary = in_blocks(config.vocab_size, self.context.tp, VOCABULARY_BLOCK)
         if weights_of is None:
             check_placement(config, self.context.layout, "layout", trains=True)
             self.model = Decoder(config, self.context)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 SHARED_TILE = 64  # tokens; a shared prefix is a multiple of it, so that no tile of keys has those of two sequences
+VOCABULARY_BLOCK = 4096  # tokens that kernels for GPUs measure apart; ranks that share a vocabulary divide it there
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,11 @@ class LogitsProcessing:
     min_p: torch.Tensor | None = None  # [T] float32, 0 is off
     banned_start: torch.Tensor | None = None  # [T + 1] int64: row t may not take banned_ids[start[t]:start[t + 1]]
     banned_ids: torch.Tensor | None = None  # [N] int64
+
+    @property
+    def plain(self) -> bool:
+        """True if no row uses any step."""
+        return all(value is None for value in vars(self).values())
 
     def rows(self, begin: int, end: int) -> LogitsProcessing:
         """The steps of rows `begin` up to `end`."""

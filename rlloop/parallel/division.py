@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.cut import Cut, Range, share
+from rlloop.parallel.cut import Cut, Range, share, shares
 
 TILES = (64, 16, 1)
 
@@ -119,6 +119,15 @@ def evenly(count: int, ranks: Ranks, unit: int = 1) -> Division | None:
 def in_tiles(count: int, ranks: Ranks) -> Division | None:
     """`evenly`, for a product's outputs: in multiples of a kernel's tile where that leaves ranks about as much each."""
     return evenly(count, ranks, next(u for u in TILES if u == 1 or (count % u == 0 and count >= 8 * u * ranks.size)))
+
+
+def in_blocks(count: int, ranks: Ranks, block: int) -> Division | None:
+    """`in_tiles`, but at multiples of `block` where that gives no rank more than an eighth above its even share."""
+    blocks = -(-count // block)
+    if ranks.size == 1 or blocks < ranks.size or 8 * block * max(shares(blocks, ranks.size)) * ranks.size > 9 * count:
+        return in_tiles(count, ranks)
+    parts = (share(blocks, ranks.size, rank) for rank in range(ranks.size))
+    return Division(ranks, count, tuple(((begin * block, min(end * block, count)),) for begin, end in parts))
 
 
 def heads_over(queries: int, groups: int, ranks: Ranks) -> tuple[Division, Division] | None:

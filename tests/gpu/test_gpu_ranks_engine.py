@@ -25,7 +25,8 @@ WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 1
 SHAPES: dict[str, dict[str, Any]] = {  # name -> what is other than in `CONFIG`
     "shared key-value heads": {},  # 2 of them: at 4 ranks each lies on two
     "experts": TEN_EXPERTS,
-    "whole vectors": {**WIDE, "tie_word_embeddings": False},  # parts that GPUs write to one another
+    # parts that GPUs write to one another, and a vocabulary of which each draws its blocks
+    "whole vectors": {**WIDE, "tie_word_embeddings": False, "vocab_size": 65_488},
 }
 CASES = [
     ("shared key-value heads", "bfloat16"), ("shared key-value heads", "float32"), ("experts", "bfloat16"),

@@ -21,6 +21,20 @@ from rlloop.numerics.layout import AdapterSlots, AttentionLayout, Factors
 from rlloop.numerics.packed import PackedWeight
 
 
+class SamplePart(Protocol):
+    def __call__(
+        self, logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor,
+        banned_ids: Tensor, first: int, gather: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`Kernels.sample` of a vocabulary that ranks share, of rows that nothing warps; logits stay where they are.
+
+        logits [T, V of this rank] are whole blocks of `VOCABULARY_BLOCK` from token `first` on. `gather` joins what
+        ranks measured, [T, 2, 3, B of this rank] float32 -> [T, 2, 3, B]. -> (ids, logprobs), each [T]; −1 and NaN
+        where the token is another rank's, or a row holds no distribution.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """One backend. `rlloop.numerics.kernels.cpu` has every function."""
 
@@ -363,6 +377,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """logits [T, V] float32 -> (ids, −1 where a row holds no distribution; logprobs; raw logprobs), each [T]."""
         ...
+
+    @property
+    def sample_part(self) -> SamplePart | None: ...
 
     def score_logits(
         self, logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor

@@ -6,6 +6,7 @@ backward process the rows in chunks, and the backward recomputes each chunk's lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,12 @@ def token_redraw(
     A row without a distribution draws −1, and so does one whose seed is negative.
     """
     check_targets(targets, len(weight))
-    plain = all(value is None for value in vars(processing).values())
     logprobs, entropies, raw, ids = _token_logprob(
         hidden, weight, targets, *dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
-        not plain, *terms_of(hidden, adapted),
+        not processing.plain, *terms_of(hidden, adapted),
     )  # fmt: skip
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
-    return logprobs, entropies, logprobs.detach() if plain else raw, drawn
+    return logprobs, entropies, logprobs.detach() if processing.plain else raw, drawn
 
 
 def terms_of(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:
@@ -124,6 +124,20 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sample` without errors: a row without a distribution gets id −1."""
     return _sample(logits, seeds, positions, *dense(processing, logits.shape[1], seeds))
+
+
+def draws_parts(device: torch.device) -> bool:
+    """True if `draw_part` can be called there."""
+    return kernels_for(device).sample_part is not None
+
+
+def draw_part(
+    logits: Tensor, seeds: Tensor, positions: Tensor, first: int, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`draw` of rows at temperature 1, of a rank's part of the vocabulary (`Kernels.sample_part`): ids and logprobs."""
+    sample_part = kernels_for(logits.device).sample_part
+    assert sample_part is not None
+    return sample_part(logits, seeds, positions, *dense(LogitsProcessing(), logits.shape[1], seeds), first, gather)
 
 
 def dense(processing: LogitsProcessing, vocabulary: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

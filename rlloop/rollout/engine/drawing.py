@@ -33,8 +33,7 @@ class Drawing:
 
     def _draws_plainly(self, warp: LogitsProcessing) -> bool:
         """True if a CUDA graph can draw: no distribution is warped, and sampling is rlloop's, which never waits."""
-        plain = all(value is None for value in vars(warp).values())
-        return plain and self.model.ops.profile.token_logprob == "rlloop"
+        return warp.plain and self.model.ops.profile.token_logprob == "rlloop"
 
     def _sample(self, logits: Iterable[Tensor], rows: np.ndarray, warp: LogitsProcessing) -> tuple[Tensor, Tensor]:
         """Draw a token for each row of the table, whose logits come in parts: ids [E] and, as `packed`, [3, E]."""

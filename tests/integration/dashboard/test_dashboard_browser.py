@@ -112,10 +112,12 @@ def into_view(found):
     """Scroll there, again where the page was drawn anew meanwhile: Playwright does not retry this by itself."""
     for left in reversed(range(50)):
         try:
-            return found.scroll_into_view_if_needed()
+            found.scroll_into_view_if_needed()
         except sync_api.Error as error:
             if "not attached" not in str(error) or not left:
                 raise
+        else:
+            return
 
 
 def card(page, title: str):

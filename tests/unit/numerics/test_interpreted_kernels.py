@@ -10,6 +10,7 @@ import pytest
 
 CASES = {
     "one adapter": ["tests/support/emulated_launches.py"],
+    "draws": ["tests/support/emulated_draws.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],

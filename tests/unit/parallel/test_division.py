@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.division import TILES, Division, end_to_end, evenly, heads_over, in_tiles, spans, taken
+from rlloop.parallel.division import TILES, Division, end_to_end, evenly, heads_over, in_blocks, in_tiles, spans, taken
 
 
 def of(size: int, rank: int = 0) -> Ranks:
@@ -41,6 +41,29 @@ def test_shares_of_rows_are_whole_tiles_where_ranks_have_about_as_much() -> None
         assert max(division.sizes) - min(division.sizes) <= unit
         assert division.aligned(unit)
     assert evenly(5, of(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "sizes"),
+    [
+        (151_936, 2, [19 * 4096, 151_936 - 19 * 4096]),
+        (151_936, 4, [9 * 4096, 10 * 4096, 9 * 4096, 151_936 - 28 * 4096]),
+        (40_000, 10, [4096] * 9 + [40_000 - 9 * 4096]),
+    ],
+)
+def test_a_vocabulary_is_divided_at_its_blocks(count: int, ranks: int, sizes: list[int]) -> None:
+    division = in_blocks(count, of(ranks), 4096)
+    assert division is not None
+    assert division.sizes == sizes
+    assert division.aligned(4096)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(3 * 4096, 2), (301, 2), (8 * 4096, 9)])
+def test_a_vocabulary_of_few_blocks_is_divided_evenly(count: int, ranks: int) -> None:
+    blocks, tiles = in_blocks(count, of(ranks), 4096), in_tiles(count, of(ranks))
+    assert blocks is not None
+    assert tiles is not None
+    assert blocks.ranges == tiles.ranges
 
 
 def test_parts_of_a_fused_projection_keep_their_order() -> None:

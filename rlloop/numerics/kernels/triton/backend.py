@@ -55,6 +55,7 @@ from rlloop.numerics.kernels.triton.sparse import select, sparse_attention_backw
 from rlloop.numerics.kernels.triton.token_logprob import (
     logits_rows,
     sample,
+    sample_part,
     score_logits,
     score_logits_backward,
     token_logprob,

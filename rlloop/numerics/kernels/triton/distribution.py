@@ -5,12 +5,16 @@ drops becomes −inf too. Vocabulary blocks of `BLOCK` are measured each by its 
 exp(z − m_b), and the sum of masses times (z − m_b). They are joined in one tree whose shape is the vocabulary's alone.
 Trainer and sampler run the same kernels, so they agree in every bit.
 
+Of a vocabulary that ranks share, each has whole blocks: it measures its own, and draws where the draw falls into one
+of them. Logits then begin with token FIRST.
+
 `settings` is [T, 4] float64: temperature (0: greedy, measured raw), top-k, top-p, min-p. `cuts` is [T, 3] float32: a
 token stays when z is above the first, or equal to it and its id at most the second; the third is the row's largest z.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,8 +24,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 from rlloop.numerics.kernels.triton.random import uniform
-
-BLOCK = 4096
+from rlloop.numerics.layout import VOCABULARY_BLOCK as BLOCK
 
 
 @triton.jit
@@ -204,14 +207,14 @@ def _joined(block_stats, row, kind, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["kind"])
 def _score(
     logits, settings, banned_start, banned_ids, cuts, block_stats, targets, kind, logprobs, entropies, stats,
-    SIZE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.where(kind == 0, 0.0, tl.load(settings + row * 4).to(tl.float32))
     min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
     _, _, spreads, top, total = _joined(block_stats, row, kind, BLOCKS, PADDED)
     log_total = tl.log(total)
-    target = tl.load(targets + row)
+    target = tl.load(targets + row) - FIRST
     known = (target >= 0) & (target < SIZE)
     x = tl.load(logits + row * SIZE + target, known, 0.0)
     z = _kept(
@@ -257,9 +260,10 @@ def _gradient(
 @triton.jit
 def _draw(
     logits, settings, banned_start, banned_ids, cuts, block_stats, seeds, positions, tokens, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The first token whose cumulative mass, in order of id, exceeds u times the whole; −1: no distribution."""
+    """The first token whose cumulative mass, in order of id, exceeds u times the whole; −1: no distribution, or a token
+    of another rank."""
     row = tl.program_id(0).to(tl.int64)
     temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
     fade, masses, _, _, total = _joined(block_stats, row, 1, BLOCKS, PADDED)
@@ -287,13 +291,16 @@ def _draw(
             before = tl.max(tl.where(block < here, until, 0.0), 0)
             rest = (limit - before) / tl.sum(tl.where(block == here, fade, 0.0), 0).to(tl.float64)
             block_top = tl.load(block_stats + (row * 2 + 1) * (3 * BLOCKS) + here)
-            ids = here * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
+            begin = here * BLOCK - FIRST
+            own = (begin >= 0) & (begin < SIZE)
+            ids = begin + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * SIZE + ids, own & (ids < SIZE), float("-inf"))
             z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
             mass = tl.exp(_kept(z, ids, row, temperature, min_p, cuts) - block_top)
             inside = tl.cumsum(mass.to(tl.float64), 0)
             possible = tl.max(tl.where(mass > 0, ids, 0), 0)
             token = tl.min(tl.where((inside > rest) & (mass > 0), ids, possible), 0)
+            token = tl.where(own, token + FIRST, -1)
     tl.store(tokens + row, token.to(tl.int64))
 
 
@@ -312,16 +319,23 @@ class Processing(NamedTuple):
         return Processing.of(self.settings[begin:end], self.banned_start[begin : end + 1], self.banned_ids)
 
 
-class Rows:
-    """Rows of logits [T, V] as processed, T at least 1, measured; with `raw`, as they are, too."""
+class Part(NamedTuple):
+    """A rank's part of a vocabulary: whole blocks, but for the last rank's last."""
 
-    def __init__(self, logits: Tensor, processing: Processing, *, raw: bool = False) -> None:
+    first: int  # token that its logits begin with, a multiple of BLOCK
+    gather: Callable[[Tensor], Tensor]  # what it measured, [T, 2, 3, own blocks] -> [T, 2, 3, all ranks' blocks]
+
+
+class Rows:
+    """Rows of logits [T, V] as processed, T at least 1, measured; with `raw`, as they are, too. Of a `part` of the
+    vocabulary: rows that nothing truncates or bans."""
+
+    def __init__(self, logits: Tensor, processing: Processing, *, raw: bool = False, part: Part | None = None) -> None:
         self.logits, self.processing = aligned(logits), processing
         self.count, size = logits.shape
-        self.block = min(BLOCK, power_of_two(size, 16))
+        self.block = min(BLOCK, power_of_two(size, 16)) if part is None else BLOCK
         blocks = triton.cdiv(size, self.block)
         self.size = {"SIZE": size}
-        self.blocks = {"BLOCKS": blocks, "PADDED": power_of_two(blocks)}
         self.cuts, self.parts = logits.new_empty(self.count, 3), logits.new_empty(self.count, 2, 3, blocks)
         self.shared = (self.logits, *processing, self.cuts)
         _cuts[(self.count,)](*self.shared, **self.size, BLOCK=self.block, num_warps=8, **EXACT)
@@ -329,6 +343,10 @@ class Rows:
         _measure[grid](
             *self.shared, self.parts, **self.size, BLOCK=self.block, BLOCKS=blocks, RAW=raw, num_warps=4, **EXACT
         )  # fmt: skip
+        if part is not None:
+            self.parts = aligned(part.gather(self.parts))
+            blocks = self.parts.shape[-1]
+        self.blocks = {"BLOCKS": blocks, "PADDED": power_of_two(blocks), "FIRST": 0 if part is None else part.first}
 
     def score(self, targets: Tensor, *, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(logprobs [T], entropies [T], stats [T, 2])."""

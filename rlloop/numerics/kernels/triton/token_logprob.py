@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from rlloop.numerics.kernels.terms import Optional4, rows_of, terms_gradients
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton.adapted import PRODUCTS, continued
-from rlloop.numerics.kernels.triton.distribution import Processing, Rows
+from rlloop.numerics.kernels.triton.distribution import Part, Processing, Rows
 from rlloop.numerics.kernels.triton.launch import aligned
 
 LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
@@ -92,6 +92,16 @@ def sample(
     rows = Rows(logits, Processing.of(settings, banned_start, banned_ids), raw=True)
     ids = rows.draw(seeds, positions)
     return ids, rows.score(ids)[0], rows.score(ids, raw=True)[0]
+
+
+def sample_part(
+    logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
+    first: int, gather: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(ids, logprobs); −1 and NaN where the token is another rank's, or a row holds no distribution."""
+    rows = Rows(logits, Processing.of(settings, banned_start, banned_ids), raw=True, part=Part(first, gather))
+    ids = rows.draw(seeds, positions)
+    return ids, rows.score(ids)[0]
 
 
 def score_logits_backward(
