@@ -54,6 +54,11 @@ class World:
         return cls(whole, replace(rollout, dp_replicate=1))
 
     @property
+    def layouts(self) -> dict[str, Layout]:
+        """Both layouts, by their key in the configuration."""
+        return {"trainer.layout": self.trainer, "rollout.layout": self.engine}
+
+    @property
     def stages_agree(self) -> bool:
         """True if each rank's trainer holds its engine's layers: all of them, or the same pipeline stage. Otherwise
         engines have weights of their own."""

@@ -7,7 +7,6 @@ name, before anything starts. Each `__post_init__` checks its own section, `RunC
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -34,7 +33,7 @@ from rlloop.config.trainer import MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.numerics.implementations import is_outside
 from rlloop.numerics.profile import SETTINGS
-from rlloop.parallel.layout import Layout, misfit, refuse_misfit
+from rlloop.parallel.layout import Layout, misfit, refuse_misfits, without_stages
 
 
 @dataclass
@@ -141,8 +140,8 @@ class RunConfig:
     def _check_critic(self) -> None:
         if self.algorithm.critic.lr and (stages := self.world.trainer.pp) > 1:
             raise ConfigError(
-                f"algorithm.critic is not for a pipeline, and trainer.layout.pp is {stages}; set pp to 1 in both "
-                "layouts, or algorithm.critic.lr=0, with another advantage"
+                f"algorithm.critic is not for a pipeline, and trainer.layout.pp is {stages}; set "
+                f"{without_stages(self.world.trainer)}, or algorithm.critic.lr=0, with another advantage"
             )
 
     def _check_lora(self) -> None:
@@ -297,12 +296,13 @@ class RunConfig:
         """Refuses layouts that no model can have, and what runs on one rank alone beside a layout of several."""
         if self.world.size == 1:
             return
-        for key, layout in (("trainer.layout", self.world.trainer), ("rollout.layout", self.world.engine)):
-            refuse_misfit(layout, key, partial(misfit, trains=key == "trainer.layout"), "any model")
+        refuse_misfits(
+            self.world.layouts, lambda key, layout: misfit(layout, trains=key == "trainer.layout"), "any model"
+        )
         if self.trainer.shard == "parameters" and self.world.trainer.pp > 1:
             raise ConfigError(
                 "trainer.shard=parameters is not for a pipeline, and trainer.layout.pp is "
-                f"{self.world.trainer.pp}; set it to 1, or trainer.shard=optimizer"
+                f"{self.world.trainer.pp}; set {without_stages(self.world.trainer)}, or trainer.shard=optimizer"
             )
         self._check_vllm_ranks()
         for key, alone, instead in (

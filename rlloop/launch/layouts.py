@@ -117,7 +117,6 @@ def check_task(config: RunConfig, task: Task) -> None:
 
 def check_model(config: RunConfig, model: ModelConfig) -> None:
     """Raises `ConfigError` where the model cannot be laid over the ranks, or vLLM's own code does not run it."""
-    check_placement(model, config.world.trainer, "trainer.layout", trains=True)
-    check_placement(model, config.world.engine, "rollout.layout", trains=False)
+    check_placement(model, config.world.layouts)
     if config.rollout.engine is EngineKind.vllm_stock:
         check_stock_model(model, config.device, config.world.engine.tp)

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 
 from rlloop.models.architecture import ModelConfig
-from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfit, with_experts
+from rlloop.parallel.layout import Layout, Misfit, misfit, refuse_misfits, with_at_most, with_experts
 
 
-def check_placement(config: ModelConfig, layout: Layout, key: str, *, trains: bool) -> None:
-    """Raises `ConfigError` for a layout that the model does not support, naming the nearest one that it does.
+def check_placement(config: ModelConfig, layouts: Mapping[str, Layout]) -> None:
+    """Raises `ConfigError` for layouts that the model does not support, naming the nearest ones that it does.
 
-    `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `trains`: it is a trainer's, whose
-    cp ranks split sequences; an engine's has cp 1.
+    `layouts`: by their key in the configuration. Those of `rollout.layout` are an engine's, others a trainer's, whose
+    cp ranks split sequences.
     """
-    refuse_misfit(layout, key, partial(_fault, config, trains=trains), config.architecture)
+    refuse_misfits(layouts, partial(_fault, config), config.architecture)
 
 
-def _fault(config: ModelConfig, layout: Layout, *, trains: bool) -> Misfit | None:
-    """The first rule that a layout violates, and a layout of smaller degrees to try instead."""
+def _fault(config: ModelConfig, key: str, layout: Layout) -> Misfit | None:
+    """The first rule that a layout violates, and one of as many ranks to try instead."""
     if layout.pp > config.num_layers:
         fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
-        return fault, replace(layout, pp=config.num_layers)
+        return fault, with_at_most(layout, "pp", config.num_layers)
     deep = 0 if config.vision is None else len(config.vision.deepstack)
     if layout.pp > 1 and config.num_layers // layout.pp < deep:
         fault = f"pp is {layout.pp}, and a picture's features enter the first {deep} layers, all of the first stage"
-        return fault, replace(layout, pp=max(1, config.num_layers // deep))
+        return fault, with_at_most(layout, "pp", max(1, config.num_layers // deep))
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := _heads(config)):
-            fault = f"{axis} is {degree}, and ranks split layers of {heads} heads"
-            return fault, with_experts(replace(layout, **{axis: heads, "ep": 1}), min(layout.ep, max(1, experts)))
+            return f"{axis} is {degree}, and ranks split layers of {heads} heads", with_at_most(layout, axis, heads)
     if layout.ep > 1 and not experts:
-        return f"ep is {layout.ep}, and there are no experts", replace(layout, ep=1)
+        return f"ep is {layout.ep}, and there are no experts", with_experts(layout, 1)
     if layout.ep > max(1, experts):
         return f"ep is {layout.ep}, and there are {experts} experts", with_experts(layout, experts)
-    return misfit(layout, trains=trains)
+    return misfit(layout, trains=key != "rollout.layout")
 
 
 def _heads(config: ModelConfig) -> int:

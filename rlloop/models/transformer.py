@@ -83,7 +83,7 @@ class Model(ModelFacts, nn.Module):
         # Of the head; the embedding is whole.
         self.vocabulary = in_blocks(config.vocab_size, self.context.tp, VOCABULARY_BLOCK)
         if weights_of is None:
-            check_placement(config, self.context.layout, "layout", trains=True)
+            check_placement(config, {"layout": self.context.layout})
             self.model = Decoder(config, self.context)
             held = config.vocab_size if self.vocabulary is None else self.vocabulary.size
             self.lm_head = None

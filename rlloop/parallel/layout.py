@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from rlloop.errors import ConfigError
@@ -77,16 +77,16 @@ def keys_of(layout: Layout, prefix: str = "") -> str:
     return " ".join(f"{prefix}{axis}={degree}" for axis, degree in vars(layout).items() if degree > 1)
 
 
-Misfit = tuple[str, Layout]  # the rule that a layout violates, and a layout of smaller degrees to try instead
+Misfit = tuple[str, Layout]  # the rule that a layout violates, and one of as many ranks to try instead
 
 
 def misfit(layout: Layout, *, trains: bool) -> Misfit | None:
     """The first violated rule of those that hold for every model. `trains`: it is a trainer's, whose cp ranks split
     sequences; an engine's has cp 1."""
     if layout.cp > 1 and not trains:
-        return f"cp is {layout.cp}, and an engine does not split sequences", without_cp(layout)
+        return f"cp is {layout.cp}, and an engine does not split sequences", with_at_most(layout, "cp", 1)
     if layout.cp > 1 and layout.tp > 1:
-        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", without_cp(layout)
+        return f"cp is {layout.cp} and tp {layout.tp}, which both split heads", with_at_most(layout, "cp", 1)
     if not _experts_meet(layout, layout.ep):
         alike = layout.cp * layout.tp
         fault = f"ep is {layout.ep}, which neither divides tp nor is a multiple of cp x tp = {alike}"
@@ -94,8 +94,16 @@ def misfit(layout: Layout, *, trains: bool) -> Misfit | None:
     return None
 
 
-def without_cp(layout: Layout) -> Layout:
-    return replace(layout, cp=1, ep=1)
+def with_at_most(layout: Layout, axis: str, most: int) -> Layout:
+    """The layout with the largest degree up to `most` that divides an axis' ranks; those that this frees are along
+    dp_shard, and experts that lie within cp and tp stay there.
+
+    Example: of `Layout(pp=6)` with at most 4 stages, `Layout(pp=3, dp_shard=2)`.
+    """
+    ranks = getattr(layout, axis)
+    degree = next(degree for degree in range(most, 0, -1) if ranks % degree == 0)
+    divided = replace(layout, dp_shard=layout.dp_shard * ranks // degree, **{axis: degree})
+    return with_experts(divided, min(layout.ep, divided.cp * divided.tp)) if layout.expert_leaves == 1 else divided
 
 
 def with_experts(layout: Layout, most: int) -> Layout:
@@ -109,16 +117,29 @@ def _experts_meet(layout: Layout, ep: int) -> bool:
     return ep == 1 or ep % (layout.cp * layout.tp) == 0 or (layout.cp == 1 and layout.tp % ep == 0)
 
 
-def refuse_misfit(layout: Layout, key: str, find: Callable[[Layout], Misfit | None], what: str) -> None:
-    """Raises `ConfigError` for a fault that `find` finds, naming the nearest layout without any.
+def refuse_misfits(layouts: Mapping[str, Layout], find: Callable[[str, Layout], Misfit | None], what: str) -> None:
+    """Raises `ConfigError` for the first fault that `find` finds, naming the nearest layouts without any, of as many
+    ranks.
 
-    `key`: the layout's in the configuration, `trainer.layout` or `rollout.layout`. `what`: that it does not fit.
+    `layouts`: by their key in the configuration, `trainer.layout` or `rollout.layout`. `what`: that they do not fit.
     """
-    if (found := find(layout)) is None:
-        return
-    fault, fitting = found
-    while (further := find(fitting)) is not None:
-        fitting = further[1]
-    changed = {name: degree for name, degree in vars(fitting).items() if degree != getattr(layout, name)}
-    instead = ", ".join(f"{key}.{name}={degree}" for name, degree in changed.items())
-    raise ConfigError(f"{key} does not fit {what}: {fault}; set {instead}")
+    faults, changes = [], []
+    for key, layout in layouts.items():
+        fitting = layout
+        while (found := find(key, fitting)) is not None:
+            if fitting is layout:
+                faults.append(f"{key} does not fit {what}: {found[0]}")
+            fitting = found[1]
+        changes += _changes(key, layout, fitting)
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}; set {', '.join(changes)}")
+
+
+def without_stages(layout: Layout) -> str:
+    """The keys of `trainer.layout` that make it one of as many ranks without a pipeline."""
+    return " and ".join(_changes("trainer.layout", layout, with_at_most(layout, "pp", 1)))
+
+
+def _changes(key: str, layout: Layout, other: Layout) -> list[str]:
+    names = sorted(vars(layout), key="dp_shard".__eq__)  # which follows from the others
+    return [f"{key}.{name}={getattr(other, name)}" for name in names if getattr(other, name) != getattr(layout, name)]

@@ -79,7 +79,7 @@ def layouts(config: ModelConfig, gpus: int, *, splits_sequences: bool = False) -
         for ep in degrees if config.mixture is not None else [1]:
             try:
                 layout = Layout(dp_shard=gpus // (tp * cp * pp), cp=cp, tp=tp, pp=pp, ep=ep)
-                check_placement(config, layout, "layout", trains=True)
+                check_placement(config, {"layout": layout})
             except ConfigError:
                 continue
             yield layout

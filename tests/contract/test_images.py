@@ -306,9 +306,9 @@ def test_adapters_are_the_decoders_alone(model: Model) -> None:
 
 def test_a_pipelines_first_stage_has_the_layers_that_features_enter(model: Model) -> None:
     for layout in (Layout(dp_shard=2), Layout(tp=2), Layout(cp=2)):
-        check_placement(model.config, layout, "trainer.layout", trains=True)
+        check_placement(model.config, {"trainer.layout": layout})
     with pytest.raises(ConfigError, match=r"features enter the first 2 layers, .*set trainer.layout.pp=1"):
-        check_placement(model.config, Layout(pp=2), "trainer.layout", trains=True)
+        check_placement(model.config, {"trainer.layout": Layout(pp=2)})
 
 
 def test_a_recurrent_models_prompt_is_scored_over_pages(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rlloop.cli.train import _make_jobs
 from rlloop.errors import ConfigError
 from rlloop.launch import ray_actors, rehearsal, run
 from rlloop.launch.compose import build, compose_recipe
-from rlloop.launch.layouts import Machine, check_model
+from rlloop.launch.layouts import Machine, check_launch, check_model
 from rlloop.launch.prepare import prepare
 from rlloop.models.config import parse_config, read_config
 from rlloop.protocols import MakesModel
@@ -28,9 +28,9 @@ OBSERVED = "parity.mode=observe"
 OWN_MODEL = {  # what a recipe's own model does not hold: its layout, and the message
     "random": ("trainer.layout.tp=64", "tp is 64, and ranks split layers of 32 heads; set trainer.layout.tp=32"),
     "countdown": ("trainer.layout.pp=4 rollout.layout.pp=4", "pp is 4, and there are 3 layers; set trainer"),
-    "calculator": ("trainer.layout.cp=5", "cp is 5, and ranks split layers of 4 heads; set trainer.layout.cp=4"),
+    "calculator": ("trainer.layout.cp=5", "cp is 5, and ranks split layers of 4 heads; set trainer.layout.cp=1"),
     "guess": ("trainer.layout.dp_shard=2 trainer.layout.ep=2", "ep is 2, and there are no experts"),
-    "images": ("trainer.layout.tp=5", "tp is 5, and ranks split layers of 4 heads; set trainer.layout.tp=4"),
+    "images": ("trainer.layout.tp=6", "tp is 6, and ranks split layers of 4 heads; set trainer.layout.tp=3, trainer"),
 }  # fmt: skip
 NO_MODEL = [
     ("trainer.layout.cp=2 trainer.layout.tp=2", "trainer.layout does not fit any model: cp is 2 and tp 2"),
@@ -79,8 +79,50 @@ def test_what_no_model_or_machine_has(layout, said, dry, capsys):
 
 def test_what_a_given_model_cannot_hold(tmp_path, capsys):
     make_model(tmp_path)
-    assert main(["train", "countdown", f"model.path={tmp_path}/model", "run.dir=run", RAY, "trainer.layout.tp=3"]) == 2
-    assert "tp is 3, and ranks split layers of 2 heads; set trainer.layout.tp=2" in capsys.readouterr().err
+    assert main(["train", "countdown", f"model.path={tmp_path}/model", "run.dir=run", RAY, "trainer.layout.tp=4"]) == 2
+    assert "tp is 4, and ranks split layers of 2 heads; set trainer.layout.tp=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        "trainer.layout.pp=4",  # of countdown's 3 layers
+        "trainer.layout.pp=4 rollout.layout.pp=4",
+        "trainer.layout.pp=4 trainer.layout.dp_shard=3 rollout.layout.tp=4",
+        "trainer.layout.pp=6 rollout.layout.dp_replicate=12",
+        "trainer.layout.pp=4 trainer.layout.cp=8 rollout.layout.tp=8",
+        "trainer.layout.dp_shard=6 rollout.layout.pp=6",
+    ],
+)
+def test_the_layouts_that_are_advised_are_not_refused_in_turn(layouts, capsys):
+    """Started on as many ranks: each advice is followed once."""
+
+    def checked(overrides: list[str]) -> int:
+        config = build(compose_recipe("countdown", overrides))
+        check_launch(config, size)
+        check_model(config, model)
+        return config.world.size
+
+    task = prepare(build(compose_recipe("countdown", ["device=cpu"]))).task
+    assert isinstance(task, MakesModel)
+    model, given = parse_config(task.model_config()), layouts.split()
+    size = build(compose_recipe("countdown", given)).world.size
+    with pytest.raises(ConfigError) as refused:
+        checked(given)
+    advice = str(refused.value).rpartition("; set ")[2].split(", ")
+    assert checked([*given, *advice]) == size
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("trainer.shard=parameters", "trainer.shard=parameters is"), ("algorithm=ppo_critic", "algorithm.critic is")],
+)
+def test_what_does_not_go_with_stages_goes_with_the_layout_that_is_advised(setting, named):
+    given = ["trainer.layout.pp=4", "rollout.layout.pp=2", setting]
+    with pytest.raises(ConfigError, match=f"{named} not for a pipeline") as refused:
+        build(compose_recipe("countdown", given))
+    advice = str(refused.value).rpartition("; set ")[2].partition(", or ")[0].split(" and ")
+    assert build(compose_recipe("countdown", [*given, *advice])).world.size == 4
 
 
 @pytest.mark.parametrize(
