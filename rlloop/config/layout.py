@@ -106,7 +106,7 @@ def shrunk(trainer: Layout, rollout: Layout, ranks: int) -> tuple[Layout, Layout
         )
         raise ConfigError(
             f"{ranks} {'rank is' if ranks == 1 else 'ranks are'} left, and {fixed} need more: of a layout only "
-            "dp_replicate, dp_shard and ep can shrink. Resume with a layout that fits"
+            "dp_replicate, dp_shard and ep can shrink"
         )
     return best[1]
 

@@ -20,7 +20,7 @@ class RankFailed(EngineDied):
     """
 
     def __init__(self, rank: int, size: int, reason: str, lost: frozenset[int] = frozenset()) -> None:
-        super().__init__(f"rank {rank} of {size}: {reason}")
+        super().__init__(f"rank {rank} of {size}: {reason}", started=bool(lost))
         self.rank, self.size, self.lost = rank, size, lost
 
 

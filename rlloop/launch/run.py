@@ -27,6 +27,7 @@ from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.ranks import RankFailed, remaining
+from rlloop.launch.ray_pool import EngineDied
 from rlloop.launch.signals import Interrupts
 from rlloop.launch.timeline import Timeline
 from rlloop.launch.torchrun import Leader
@@ -112,6 +113,9 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 raise
             folder.log(f"stopped: {error}")
             _conclude(folder, "parity broken" if isinstance(error, ParityError) else "failed")
+            if isinstance(error, EngineDied) and error.started:
+                again = f"To resume from the last checkpoint, in this or another layout: {_again(job, leader)}"
+                error.args = (f"{error}. {again}",)
             raise
         except (OSError, SafetensorError) as error:
             if not _is_full(error):

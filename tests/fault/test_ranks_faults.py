@@ -52,7 +52,8 @@ def test_four_ranks_then_three_then_one_end_as_if_nothing_had_happened(tmp_path,
         os.kill(ranks[2].pid, signal.SIGKILL)
     output, codes = ended(ranks)
     assert codes[0] == 1, output
-    assert "rlloop: rank 2 of 4: it reports no more: its process is gone or stopped" in output
+    assert "rlloop: rank 2 of 4: it reports no more: its process is gone or stopped. To resume from" in output
+    assert "in this or another layout: torchrun --nproc-per-node 4 -m rlloop train" in output
 
     with held(folder, 5):
         ranks = start(folder, 3, "trainer.layout.dp_shard=3")

@@ -144,5 +144,6 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, cluster):
     process = train(tmp_path / "run", *attached, env={**os.environ, **ATTACHED})
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "rlloop: trainer could not start: " in output
-    assert "model.safetensors" in output.partition("could not start: ")[2]
+    *_, last = output.strip().splitlines()
+    assert last.startswith("rlloop: trainer could not start: "), output
+    assert "model.safetensors" in last

@@ -53,6 +53,7 @@ def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_
     output = ended_by(signal.SIGTERM, tmp_path / "run", uuid.uuid4().hex, "ray.replicas=1")
     said = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines() if line.strip()]
     assert re.match(r"rlloop: rank [01] of 2: The actor died .* Worker .*exits", said[-1]), output
+    assert ". To resume from the last checkpoint, in this or another layout: rlloop train --config-name" in said[-1]
     assert "raylet" not in output, output
 
 
