@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlloop.cli.parser import new_parser
+from rlloop.cli.parser import new_parser, of_another_rank
 from rlloop.errors import ConfigError
 
 DOCTOR = """\
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
+    if of_another_rank() and not args.compile:
+        return 0
     if args.compile:
         from rlloop.launch.kernels import compile_kernels
 

@@ -75,6 +75,11 @@ def new_parser(command: str, description: str, epilog: str = "") -> Parser:
     )
 
 
+def of_another_rank() -> bool:
+    """True in a process of torchrun but the first, which prints what is the same on all ranks."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
+
+
 def completed_command(names: Sequence[str]) -> str | None:
     """The command whose arguments a shell completes; None without a command or a completion request."""
     words = os.environ.get("COMP_LINE", "").split(" ")

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlloop.cli.parser import new_parser, recipe_names, settings
+from rlloop.cli.parser import new_parser, of_another_rank, recipe_names, settings
 from rlloop.errors import ConfigError, RlloopError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     from rlloop.launch.compose import compose_recipe, expand_sweep
 
     jobs = expand_sweep(args.overrides) if args.multirun else [("", args.overrides)]
+    if args.cfg and of_another_rank():
+        return 0
     if args.cfg:
         from omegaconf import OmegaConf
 
@@ -132,7 +134,7 @@ def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
     from rlloop.runs.console import Output
 
     console = Output()
-    code = 0
+    code, failures = 0, list[str]()
     for index, job in enumerate(jobs, start=1):
         if len(jobs) > 1:
             console.rule(f"{index}/{len(jobs)}  {job.folder.name}")
@@ -142,10 +144,16 @@ def _run_jobs(jobs: Sequence[Job], leader: Leader | None = None) -> int:
             if len(jobs) == 1:
                 raise
             print(f"rlloop: {error}", file=sys.stderr)
+            failures.append(f"{job.folder.name}: {error}")
             ended = error.exit_code
         if ended == INTERRUPTED:
-            return ended
+            code = ended
+            break
         code = code or ended
+    if leader is not None and failures:
+        from rlloop.launch.torchrun import tell_torchrun
+
+        tell_torchrun("\n".join(failures))
     return code
 
 

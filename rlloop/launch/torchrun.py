@@ -113,7 +113,7 @@ class Leader:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _put(self._store, f"job/{self._jobs}", None)
         if isinstance(error, RlloopError):
-            _tell_torchrun(error)
+            tell_torchrun(str(error))
         if self._hosted is not None and self._jobs == 0:  # until the others, who may still be starting, have read that
             with suppress(DistError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.here.size)], STARTING)
@@ -314,10 +314,10 @@ def _travelling(error: Exception) -> Exception:
         return RlloopError(f"{type(error).__name__}: {error}")
 
 
-def _tell_torchrun(error: RlloopError) -> None:
+def tell_torchrun(error: str) -> None:
     """So that torchrun's summary of what failed, the end of its output, has the error's text."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": str(error), "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        message = {"message": error, "extraInfo": {"timestamp": f"{time.time():.0f}"}}
         with suppress(OSError):  # the error has been printed
             Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 

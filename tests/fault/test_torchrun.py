@@ -24,6 +24,13 @@ def test_its_summary_has_the_error(tmp_path):
     assert "cp is 2 and tp 2, which both split heads; set trainer.layout.cp=1" in summary, output
 
 
+def test_its_summary_has_the_errors_of_a_sweep(tmp_path):
+    output, _ = torchrun(tmp_path / "run", "trainer.layout.dp_shard=3", "-m", "seed=0,1").communicate()
+    summary = output[output.index("Root Cause") :]
+    for name in ("seed=0", "seed=1"):
+        assert f"{name}: trainer.layout and rollout.layout have 3 ranks, and torchrun has started 2" in summary, output
+
+
 @pytest.mark.slow
 def test_the_other_ranks_end_after_rank_0_before_torchrun_must_kill_them(tmp_path):
     run = tmp_path / "run"

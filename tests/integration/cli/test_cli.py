@@ -164,6 +164,15 @@ def test_cfg_job_prints_and_stops(rlloop, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"recipes"}
 
 
+@pytest.mark.parametrize("shown", [["doctor"], ["train", "toy", "--cfg", "job"]])
+def test_of_torchruns_ranks_the_first_alone_prints(rlloop, monkeypatch, shown):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, prints in ((1, False), (0, True)):
+        monkeypatch.setenv("RANK", f"{rank}")
+        code, said = rlloop(*shown)
+        assert (code, bool(said)) == (0, prints)
+
+
 def test_help_has_examples_and_lists_recipes(rlloop):
     for arguments in (["--help"], ["train", "--help"]):
         code, said = rlloop(*arguments)
