@@ -50,6 +50,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--critic", action="store_true", help="with a critic (algorithm.critic), as PPO has")
     parser.add_argument("--offload-activations", action="store_true", help="trainer.checkpoint_offload=true")
+    parser.add_argument(
+        "--rollout-layout", nargs="*", metavar="AXIS=N",
+        help="rollout.layout, one rank without a value; its own weights are counted (default: as the trainer's)",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
@@ -80,6 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         lines = examine_model(
             args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora, args.keep_attention,
             args.offload_activations, args.freeze_vision_tower, args.image_tokens, args.critic,
+            args.rollout_layout,
         )  # fmt: skip
     broken = 0
     for line in lines:

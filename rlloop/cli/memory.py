@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,9 @@ import torch
 from rlloop.cli.machine_check import Line
 from rlloop.config.trainer import MASTERS_STAY
 from rlloop.errors import ConfigError
+from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import read_config
+from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout, beside, keys_of
 from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layouts, predict, preference
 
@@ -18,7 +20,7 @@ from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layo
 def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
     keep_attention: bool = False, offload_activations: bool = False, freeze_tower: bool = False,
-    image_tokens: int | None = None, critic: bool = False,
+    image_tokens: int | None = None, critic: bool = False, rollout: Sequence[str] | None = None,
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
@@ -26,8 +28,9 @@ def examine_model(
     the rank of an adapter of all projections, which trains over frozen weights; 0: all weights train.
     `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`;
     `freeze_tower`: `trainer.freeze_vision_tower`. `image_tokens`: of `tokens`, those of pictures; None: all, where the
-    model sees. `critic`: `algorithm.critic`, which rules out `pp`. Raises `ConfigError` where it has none, cannot
-    offload or has no tower, `ModelError` for a folder without a known config.json.
+    model sees. `critic`: `algorithm.critic`, which rules out `pp`. `rollout`: degrees of `rollout.layout`, such as
+    tp=2, for all of the layouts; None: the engine reads the trainer's weights. Raises `ConfigError` where it has none,
+    cannot offload, has no tower or cannot have `rollout`, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
@@ -35,6 +38,7 @@ def examine_model(
     for option, given in (("freeze-vision-tower", freeze_tower), ("image-tokens", image_tokens is not None)):
         if given and config.vision is None:
             raise ConfigError(f"--{option}: {config.architecture} has no vision tower; leave it out")
+    engine = None if rollout is None else _engine_layout(config, rollout, gpus)
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
@@ -43,7 +47,7 @@ def examine_model(
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
             offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
-            image_tokens=image_tokens, critic=critic,
+            image_tokens=image_tokens, critic=critic, engine=engine,
         )
         for layout in every
     ]  # fmt: skip
@@ -84,13 +88,16 @@ def examine_model(
     for each in sorted((each for each in needs if each not in fits), key=lambda each: each.total)[: 0 if fits else 3]:
         yield Line(False, f"{layout_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     if fits:
-        yield Line(None, "start", f"torchrun --nproc-per-node {gpus} -m rlloop train ... {_keys(fits[0].layout)}")
+        yield Line(
+            None, "start", f"torchrun --nproc-per-node {gpus} -m rlloop train ... {_keys(fits[0].layout, engine)}"
+        )
         divided = next((each.layout for each in fits if each.layout.pp > 1 or each.layout.tp > 1), None)
-        if divided is not None:
+        if divided is not None and engine is None:
             yield Line(
                 None,
                 "tp, ep and pp",
-                f"the engine's as well, so that it has no weights of its own: {_keys(divided)}",
+                f"the engine's as well, so that it has no weights of its own: {_keys(divided)}; --rollout-layout "
+                "counts those of another",
             )
         copy = fits[0].parts["compute copy"] / GIB
         yield Line(
@@ -108,6 +115,21 @@ def examine_model(
         )
 
 
-def _keys(layout: Layout) -> str:
-    """The configuration keys of a layout for the trainer, and for an engine that reads its weights."""
-    return f"{keys_of(layout, 'trainer.layout.')} {keys_of(beside(layout), 'rollout.layout.')}".strip()
+def _keys(layout: Layout, engine: Layout | None = None) -> str:
+    """The configuration keys of a layout for the trainer, and for its engine; None: one that reads its weights."""
+    return f"{keys_of(layout, 'trainer.layout.')} {keys_of(engine or beside(layout), 'rollout.layout.')}".strip()
+
+
+def _engine_layout(config: ModelConfig, degrees: Sequence[str], gpus: int) -> Layout:
+    """One engine's layout. Raises `ConfigError` where `gpus` ranks do not hold whole engines, or the model not it."""
+    found = {}
+    for text in degrees:
+        axis, _, degree = text.partition("=")
+        if axis not in vars(Layout()) or not degree.isdecimal():
+            raise ConfigError(f"--rollout-layout is {text!r}; it must be degrees of rollout.layout, such as tp=2")
+        found[axis] = int(degree)
+    layout = Layout(**{**found, "dp_replicate": 1})  # which counts whole engines
+    if gpus % layout.world_size:
+        raise ConfigError(f"--rollout-layout has {layout.world_size} ranks, which must divide --gpus ({gpus})")
+    check_placement(config, {"rollout.layout": layout})
+    return layout

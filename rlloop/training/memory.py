@@ -1,7 +1,8 @@
 """Memory of a rank by part, predicted from a model's configuration for each layout over a number of GPUs.
 
 Weights, masters, optimizer, gradients and cache are counted; activations and logits are estimated from shapes, a
-micro-batch as one sequence. Trainer and engine have the same tp, pp and ep, so one compute copy serves both.
+micro-batch as one sequence. Where trainer and engine have the same tp, pp and ep one compute copy serves both; an
+engine of another layout has weights of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlloop.config.layout import World
 from rlloop.errors import ConfigError
 from rlloop.models import Model
 from rlloop.models.adapter_weights import ALL, choose_targets
@@ -94,6 +96,7 @@ def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
     sleeps: bool = False, freeze_tower: bool = False, image_tokens: int | None = None, critic: bool = False,
+    engine: Layout | None = None,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
@@ -103,17 +106,20 @@ def predict(
 
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled. `critic`: `algorithm.critic` as well, which has and trains weights of
-    its own, in turn with the policy.
+    its own, in turn with the policy. `engine`: `rollout.layout`, which fills the trainer's ranks once or several times;
+    None: one that reads the trainer's weights.
     """
     # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
     mixed = config.blocks is not None or config.delta is not None
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
-    ranks = [(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages]
+    ranks = {(stage + 1) * layout.world_size // layout.pp - 1 for stage in stages}
+    if engine is not None:  # the last one's stages
+        ranks |= {layout.world_size - 1 - stage * engine.world_size // engine.pp for stage in range(engine.pp)}
     sizes = max(
         (
             _parts(
                 config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower,
-                tokens if image_tokens is None else image_tokens, critic,
+                tokens if image_tokens is None else image_tokens, critic, engine,
             )
             for rank in ranks
         ),
@@ -136,9 +142,10 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
-    keep_attention: bool, freeze_tower: bool, image_tokens: int, critic: bool,
+    keep_attention: bool, freeze_tower: bool, image_tokens: int, critic: bool, engine: Layout | None,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
+    sampled = model if engine is None else _model(config, engine, rank % engine.world_size)
     held = owned = 0
     for name, entry in ParameterStore(model).entries.items():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -149,15 +156,13 @@ def _parts(
     frozen, every = {"compute copy": held * dtype.itemsize}, owned
     if lora:
         adapted = owned = 0
-        for target in choose_targets(model.adapter_targets(), [ALL]).values():
-            factors = zip(target.shapes(lora), target.divisions, strict=True) if target.weight is not None else ()
-            for (first, *others), division in factors:
-                shape = (first if division is None else division.size, *others)
-                adapted += math.prod(shape)
-                owned += _most(shape, layout.dp_shard // (1 if target.experts is None else layout.expert_leaves))
+        for shape, of_experts in _factors(model, lora):
+            adapted += math.prod(shape)
+            owned += _most(shape, layout.dp_shard // (layout.expert_leaves if of_experts else 1))
         frozen["adapter"] = adapted * dtype.itemsize
     levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
-    recurrence, cached = Recurrence.of(config, layout.tp), max(1, bytes_per_token(model.cache_spec(), dtype))
+    sampling = sampled.context.layout
+    recurrence, cached = Recurrence.of(config, sampling.tp), max(1, bytes_per_token(sampled.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
     masters, modes = wide if dtype.itemsize < wide else 0, [lora, 0] if critic else [lora]
     pictures = min(image_tokens, -(-tokens // layout.cp)) if model.visual is not None else 0
@@ -177,12 +182,37 @@ def _parts(
         trained["values"] = tokens * config.hidden_size * 2 * wide
     return {
         **frozen,
+        **({} if engine is None else {"engine": _own(sampled, model, lora) * dtype.itemsize}),
         **(trained if trains else {}),
         "cache": positions * cached,
-        **({} if recurrence is None else {"states": _states(recurrence, model)}),
-        "logits": LOGITS_AT_ONCE["cuda"] * wide // layout.tp,
+        **({} if recurrence is None else {"states": _states(recurrence, sampled)}),
+        "logits": LOGITS_AT_ONCE["cuda"] * wide // sampling.tp,
         "reserved": RESERVED,
     }
+
+
+def _factors(model: Model, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """Shapes of the factors that a model has of an adapter of this rank, and whether these are experts'."""
+    for target in choose_targets(model.adapter_targets(), [ALL]).values():
+        if target.weight is not None:
+            for (first, *others), division in zip(target.shapes(rank), target.divisions, strict=True):
+                yield (first if division is None else division.size, *others), target.experts is not None
+
+
+def _own(sampled: Model, trained: Model, lora: int) -> int:
+    """Numbers of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
+    others."""
+    engine, trainer = sampled.context.layout, trained.context.layout
+    agree = World.of(trainer, engine).stages_agree
+    if agree and (engine.tp, engine.ep, engine.pp) == (trainer.tp, trainer.ep, trainer.pp):
+        return 0
+    theirs = ParameterStore(trained).entries if agree else {}
+    own = (
+        entry.live.numel()
+        for name, entry in ParameterStore(sampled).entries.items()
+        if not (name in theirs and entry.is_contiguous and theirs[name].division is None)
+    )
+    return sum(own) + (sum(math.prod(shape) for shape, _ in _factors(sampled, lora)) if lora else 0)
 
 
 def _most(shape: tuple[int, ...], owners: int) -> int:
