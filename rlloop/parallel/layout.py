@@ -118,8 +118,8 @@ def _experts_meet(layout: Layout, ep: int) -> bool:
 
 
 def refuse_misfits(layouts: Mapping[str, Layout], find: Callable[[str, Layout], Misfit | None], what: str) -> None:
-    """Raises `ConfigError` for the first fault that `find` finds, naming the nearest layouts without any, of as many
-    ranks.
+    """Raises `ConfigError` for the first fault that `find` finds in each layout, naming the nearest layouts without
+    any, of as many ranks.
 
     `layouts`: by their key in the configuration, `trainer.layout` or `rollout.layout`. `what`: that they do not fit.
     """
