@@ -23,7 +23,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.image_models import image, make_image_checkpoint, prompt_with
 from tests.support.ranks import run_ranks
 
-PROMPT = [3, 10, 17, 24, 31]  # and 16 more are drawn, of which the last is not read: 10 tokens for each of 2 ranks
+PROMPT = [3, 10, 17, 24, 31]  # and 17 more are drawn, of which the last is not read: 10 and 11 tokens for 2 ranks
 FAMILIES = ("qwen3", "gpt_oss", "deepseek_v32", "qwen3_5_moe", "nemotron_h")
 
 
@@ -43,10 +43,10 @@ def found(folder: Path, layout: Layout, op: str, rank: int | None, prompt: Model
     engine, trainer = load_model(folder), load_model(folder, context=context)
     if rank == context.rank:
         trainer.ops = faulty(op)(trainer.profile)
-    sampling = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=17, seed=3, ignore_eos=True)
     [made] = Engine(engine).generate([prompt], [sampling])
     sample = Sample("1/0/0", Example("0", made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=0)
-    token = TokenDifference("1/0/0", 15, len(prompt) + 15, made.token_ids[15], 0.0, "", 0.0, "")
+    token = TokenDifference("1/0/0", 16, len(prompt) + 16, made.token_ids[16], 0.0, "", 0.0, "")
     return of_ranks(context.ranks("world").gather_objects(diagnose(engine, trainer, sample, token)))
 
 
