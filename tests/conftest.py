@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx._transports.default as transports
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import Phase, settings
 
 # With several workers each core has one: a second thread would wait for it. Tests of threads say how many they mean.
@@ -25,6 +26,11 @@ def _context(verify=True, cert=None, trust_env=True):
 
 transports.create_ssl_context = _context
 
+# On a busy machine an answer may take longer than the five seconds of a client that names no limit.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, phase, 120.0)
+
+settings.load_profile("ci")  # no limit of an example's time, and the same examples in every run
 # make mutate: a mutant needs one example that fails, not the smallest one
 settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
 

@@ -71,7 +71,7 @@ def test_a_killed_server_goes_on_as_if_it_had_not_been(model, kind, tmp_path):
             assert not done.is_set(), "it was over before the server was killed"
             server.kill()
             server.start()
-        client.join(120)
+        client.join(600)
         assert len(found[0][0]) == STEPS
         assert train(Patient(server.url), "tiny", PROMPTS[kind]) == found[0]  # a new session, without a crash
     finally:

@@ -11,7 +11,7 @@ import pytest
 from rlloop.runs.folder import read_records
 from tests.support.fleet_run import outcome
 from tests.support.ranked_run import SMALL, finish, same, start
-from tests.support.ray_processes import parent, ranks_of, ray_processes
+from tests.support.ray_processes import left_behind, parent, ranks_of
 from tests.support.tiny_run import held, steps, train
 from tests.support.waiting import until
 
@@ -31,7 +31,7 @@ def test_the_death_of_a_rank_costs_the_steps_since_the_checkpoint_and_nothing_el
     assert process.returncode == 0, output
     assert " of 3: " in output
     assert "The run goes on from its last checkpoint with 2 ranks" in output
-    assert not ray_processes(owner), "processes were left behind"
+    assert not left_behind(owner), "processes were left behind"
     finish(start(tmp_path / "whole", 1))
     same(run, tmp_path / "whole")
 
@@ -61,12 +61,12 @@ def test_the_error_is_the_last_line_that_a_dead_rank_leaves_on_the_terminal(tmp_
 def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path):
     """After `ray.rank_timeout`, within which Ray's processes must have started."""
     owner = uuid.uuid4().hex
-    output = ended_by(signal.SIGSTOP, tmp_path / "run", owner, "ray.rank_timeout=25")
-    named = re.search(r"rlloop: rank ([01]) of 2: no progress for 25 s\. Of all ranks: (.*)", output)
+    output = ended_by(signal.SIGSTOP, tmp_path / "run", owner, "ray.rank_timeout=60")
+    named = re.search(r"rlloop: rank ([01]) of 2: no progress for 60 s\. Of all ranks: (.*)", output)
     assert named, output
     silent = [state for state in named[2].split("; ") if "reports no more" in state]
     assert [state.partition(" (")[0].split()[1] for state in silent] == [named[1]], output
-    assert not ray_processes(owner), "processes were left behind"
+    assert not left_behind(owner), "processes were left behind"
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_replica_over_ranks_samples_what_one_rank_does(tmp_path):
     assert process.returncode == 0, output
     serving = {each["engine"] for each in read_records(run / "fleet.jsonl") if each["event"] == "serving"}
     assert len(serving) == 2
-    assert not ray_processes(owner), "processes were left behind"
+    assert not left_behind(owner), "processes were left behind"
     finish(start(tmp_path / "whole", 1))
     assert outcome(run) == outcome(tmp_path / "whole")
 

@@ -130,4 +130,4 @@ def test_an_actor_that_dies_fails_its_calls(remote):
     os.kill(remote.pid, signal.SIGKILL)
     made = remote.forward_backward(model_id, [datum(5, 9, 7)], "cross_entropy")
     with pytest.raises(RunError, match="the actor of the training service died"):
-        made.result(30)
+        made.result(240)

@@ -18,7 +18,7 @@ from rlloop.sync.publisher import state_at
 from rlloop.sync.store import FolderStore
 from tests.support.fleet_run import TOKEN, Fleet, events, outcome
 from tests.support.ranked_run import SMALL, finish, start
-from tests.support.ray_processes import ranks_of, ray_processes
+from tests.support.ray_processes import left_behind, ranks_of
 from tests.support.tiny_run import held, make_model, steps, train
 from tests.support.waiting import until
 
@@ -70,9 +70,10 @@ def test_ranks_publish_what_one_does_and_an_engine_of_any_size_serves_it(
     make_model(tmp_path, **own)
     fleet.engine("eu", None, *engine)
     run = tmp_path / "run"
-    ranks = begin(fleet, run, 2, *layout)
-    until(lambda: steps(run) >= 2, ranks[0])
-    os.kill(ranks[1].pid, signal.SIGKILL)  # it goes on from the store on one rank, then on two
+    with held(run, 2):
+        ranks = begin(fleet, run, 2, *layout)
+        until(lambda: steps(run) == 2, ranks[0])
+        os.kill(ranks[1].pid, signal.SIGKILL)  # it goes on from the store on one rank, then on two
     for rank in ranks:
         rank.communicate(timeout=240)
     finish(begin(fleet, run, 1, "trainer.num_steps=3"))
@@ -117,9 +118,9 @@ def test_rays_ranks_publish_what_one_does_and_a_killed_one_is_named(fleet, tmp_p
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 1, output
     assert re.search(r"rlloop: rank [01] of 2: ", output), output
-    assert not ray_processes(owner), "processes were left behind"
+    assert not left_behind(owner), "processes were left behind"
     finish([train_by_ray()])
-    assert not ray_processes(owner), "processes were left behind"
+    assert not left_behind(owner), "processes were left behind"
     assert events(run, "quarantined") == []
     fleet.close()
     fleet.engine("eu", None)

@@ -16,22 +16,23 @@ from tests.support.tiny_run import LEARNABLE, held, history, steps, train
 from tests.support.waiting import until
 
 
-def start(folder: Path) -> Command:
-    return Command(str(folder), cwd=folder.parent, program=fake_run.main)
+def start(folder: Path, *stops: int) -> Command:
+    return Command(str(folder), *map(str, stops), cwd=folder.parent, program=fake_run.main)
 
 
 def finish(folder: Path) -> tuple[int, str]:
     """(step it began after, weights and optimizer state at the end)"""
     process = start(folder)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     began, weights = output.splitlines()
     return int(began), weights
 
 
 def kill_after(folder: Path, records: int) -> None:
-    """Start, wait until the run has written so many records of steps, and kill it wherever it is then."""
-    kill_when(start(folder), folder, records)
+    """Start, wait until the run has written so many records of steps, and kill it wherever it is then, which is not far
+    behind though the test may look late."""
+    kill_when(start(folder, records + 20), folder, records)
 
 
 def kill_when(process: Command, folder: Path, records: int) -> None:

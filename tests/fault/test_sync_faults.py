@@ -349,7 +349,7 @@ def test_forged_and_oversize_content_is_refused(line):
 def in_a_process(work: str, folder: object) -> list[str]:
     """Runs a function of this file in a process of its own, which may fork and be limited. What it printed."""
     program = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import {work}; {work}({str(folder)!r})"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=800)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
 

@@ -36,7 +36,7 @@ class Api:
         assert answer.status_code == 200, (route, answer.status_code, answer.text)
         return answer.json()
 
-    def result(self, request_id: str, seconds: float = 60.0) -> Any:
+    def result(self, request_id: str, seconds: float = 240.0) -> Any:
         """The result of a future: a dictionary, or the bytes of a message."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class Api:
     def optim_step(self, learning_rate: float = 0.01) -> dict[str, Any]:
         return self.command("optim_step", adam_params={"learning_rate": learning_rate})
 
-    def saved(self, name: str, seconds: float = 60.0) -> str:
+    def saved(self, name: str, seconds: float = 240.0) -> str:
         """Save the weights, again while the server has no room for them; returns the checkpoint's name."""
         deadline = time.monotonic() + seconds
         while "error" in (done := self.command("save_weights", path=name)):
@@ -131,7 +131,7 @@ class Patient(Api):
     one fails, since an answer 500 is a defect of the server."""
 
     answered = 0
-    patience = 60.0  # seconds
+    patience = 240.0  # seconds
 
     def post(self, route: str, /, **body: Any) -> httpx.Response:
         return self._again(lambda: super(Patient, self).post(route, **body))
@@ -159,7 +159,7 @@ def trained_session(url: str, key: str, steps: int = 4) -> Iterator[Any]:
     """Results of a session that samples by seeds, trains on its samples, whose names it gives, and saves its weights:
     the same in every run."""
     api = Patient(url, key)
-    api.http.timeout, api.patience = httpx.Timeout(3.0), 120.0
+    api.http.timeout = httpx.Timeout(3.0)
     api.start("model", rank=4)
     for step in range(steps):
         asked = api.sample_(api.sampler(step), 0, [5, 9, 14, step], n=2, max_tokens=4, seed=step)

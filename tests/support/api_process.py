@@ -48,7 +48,7 @@ class ApiProcess:
     def wait(self) -> int:
         """The exit code of a server that ends by itself."""
         assert self._process is not None
-        code = self._process.wait(60)
+        code = self._process.wait(240)
         self._process.stdout.close()
         return code
 

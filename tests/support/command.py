@@ -11,6 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,14 +23,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = "tests.support.preloaded"
+PORTS = iter(random.SystemRandom().sample(range(20_000, 32_000), 12_000))
 PATH = list(sys.path)  # before any test: one that calls the command in its own process leaves its folder behind
 
 
 def free_port() -> int:
-    """A port for a server that is named before it starts, or comes back at the same address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a server that is named before it starts, or comes back at the same address. It is below those that the
+    system gives to others meanwhile, and none comes twice in a process."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := next(PORTS)))
+            return port
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Ray's processes of one run, found by a variable of their environment."""
 
+import time
 from pathlib import Path
 
 
@@ -16,6 +17,14 @@ def ray_processes(owner: str) -> dict[int, str]:
             if f"RLLOOP_TEST_RUN={owner}\0".encode() in environment and "ray" in command:
                 found[int(entry.name)] = command
     return found
+
+
+def left_behind(owner: str, seconds: float = 60.0) -> dict[int, str]:
+    """Those that are still there so long after the run's end: Ray does not wait for all of its own."""
+    deadline = time.monotonic() + seconds
+    while (left := ray_processes(owner)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def parent(pid: int) -> int:

@@ -8,6 +8,7 @@ import threading
 
 from rlloop.types import Example
 
+HANGS = 600.0  # seconds
 EXAMPLE = Example("e", [1], "prompt", {"answer": "1/2"})
 
 
@@ -22,12 +23,12 @@ async def wild(prompt, completion, example):
     if kind in RAISED:
         raise RAISED[kind]("of my own")
     if kind == "block":
-        released.wait(30)
+        released.wait(HANGS)
     while kind == "deaf" and not released.is_set():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.05)
     if kind == "thread":
-        await asyncio.to_thread(released.wait, 30)
+        await asyncio.to_thread(released.wait, HANGS)
     await asyncio.sleep(0.01)
     return 1.0
 

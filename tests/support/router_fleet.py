@@ -16,7 +16,7 @@ from rlloop.web.server import BackgroundServer, Listen
 from tests.support.stepper import Stepper
 from tests.support.tiny_models import tiny_qwen3
 
-FAST = PoolSettings(heartbeat=0.05, timeout=1.0, patience=20.0, settle=20.0)
+FAST = PoolSettings(heartbeat=0.05, timeout=10.0, patience=60.0, settle=60.0)
 CANARY = Canary([[5, 6, 7]], [SamplingParams(max_tokens=8, seed=0, ignore_eos=True)])
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from tests.support.command import Command
@@ -18,3 +21,13 @@ def until(condition: Callable[[], Any], process: Command | None = None, seconds:
         assert process is None or process.poll() is None or condition(), process.communicate()[0]
         time.sleep(0.005)
     return value
+
+
+@contextmanager
+def left_by_its_client(url: str, path: str, body: bytes, *headers: str) -> Iterator[None]:
+    """Within, a request is asked at `url`, whose client leaves at the end."""
+    parts = urlsplit(url)
+    head = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(body)}", *headers, "", ""]
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as line:
+        line.sendall("\r\n".join(head).encode() + body)
+        yield

@@ -6,7 +6,7 @@ import io
 import pickle
 import time
 from hashlib import sha256
-from threading import Lock
+from threading import Barrier, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,13 +137,14 @@ def test_wrong_patches_are_refused():
 
 def test_small_files_of_large_pictures_are_decoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made_by, running, most = processor(*FACTORS["halves"]), 0, 0
-    lock, image = Lock(), ImageProcessor.image
+    lock, pair, image = Lock(), Barrier(2, timeout=60), ImageProcessor.image
 
     def counted(self: ImageProcessor, picture: Any) -> Image:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
+        pair.wait()
         time.sleep(0.02)
         made = image(self, picture)
         with lock:

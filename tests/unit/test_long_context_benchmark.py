@@ -23,9 +23,9 @@ def test_what_a_child_tells_arrives_at_once_and_its_time_is_limited(module):
     told = module("children").told
     path = f"import sys, time; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); from children import tell;"
     begin = time.monotonic()
-    code = f"{path} tell(at=1); print('other'); tell(at=2); time.sleep(100)"
-    assert [each["at"] for each in told([sys.executable, "-c", code], seconds=5)] == [1, 2]
-    assert time.monotonic() - begin < 60
+    code = f"{path} tell(at=1); print('other'); tell(at=2); time.sleep(1000)"
+    assert [each["at"] for each in told([sys.executable, "-c", code], seconds=10)] == [1, 2]
+    assert time.monotonic() - begin < 300
     with pytest.raises(subprocess.CalledProcessError):
         list(told([sys.executable, "-c", f"{path} tell(at=1); sys.exit(3)"], seconds=60))
 
@@ -222,4 +222,4 @@ def test_a_toy_takes_a_step_of_rl_with_the_bits_of_its_engine():
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "benchmarks" / "long_context.py", "--tiny", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=800)

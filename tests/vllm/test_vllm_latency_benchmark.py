@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_toy_of_both_servers_is_measured_with_vllms_client():
     command = [sys.executable, ROOT / "benchmarks" / "gpu_latency.py", "--tiny", "--vllm", "--rates", "6"]
-    done = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("latency, toy bf16, 6 requests/s of (16 in")]
     assert len(rows) == 6

@@ -134,8 +134,8 @@ def line(served) -> Iterator[Line]:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     try:
         with (
-            RemoteEngine(proxy.url, token=TOKEN, timeout=60) as remote,
-            httpx.Client(base_url=proxy.url, headers=headers, timeout=60, trust_env=False) as client,
+            RemoteEngine(proxy.url, token=TOKEN, timeout=240) as remote,
+            httpx.Client(base_url=proxy.url, headers=headers, timeout=240, trust_env=False) as client,
         ):
             yield Line(folder, proxy.url, url, remote, client)
     finally:

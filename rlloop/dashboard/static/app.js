@@ -86,13 +86,13 @@ function setRuns(overviews) {
 }
 
 function announce({ runs, ids }) {
-  const before = [...state.runs.keys()].join("\n");
+  const before = JSON.stringify([...state.runs]);
   const all = new Map([...state.runs.values(), ...runs].map((run) => [run.id, run]));
   state.runs = new Map(ids.filter((id) => all.has(id)).map((id) => [id, all.get(id)]));
   const gone = state.chosen.filter((run) => !state.runs.has(run));
   if (gone.length) state.chosen = state.chosen.filter((run) => state.runs.has(run));
-  listRuns();
-  if (!before && state.runs.size) { chooseFirst(); draw(true); return; }
+  if (JSON.stringify([...state.runs]) !== before) listRuns();
+  if (before === "[]" && state.runs.size) { chooseFirst(); draw(true); return; }
   if (gone.length) draw(true);
   else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
 }

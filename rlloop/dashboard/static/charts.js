@@ -119,7 +119,7 @@ function refreshCards() {
 
 async function showTotals(found) {
   const all = found ?? await totalsOf(state.chosen);
-  if (!head?.isConnected) return;
+  if (!head?.isConnected || JSON.stringify(all) === JSON.stringify(head.totals)) return; // a click is lost where its button is drawn anew
   const top = head.querySelector(".strip")?.scrollTop ?? 0;
   head.totals = all;
   head.replaceChildren(...trouble(all), results(all, () => showTotals()));

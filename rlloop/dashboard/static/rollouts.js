@@ -82,7 +82,10 @@ async function fetchPage(offset, unasked = false) {
     mine.rows.length ? table : h("p", { class: "muted" }, none(mine, found.index)), more ?? "");
   box.scrollTop = top;
   if (mine.rows.length && !offset) select(0, false);
-  if (!mine.rows.length) $("detail").replaceChildren(h("p", { class: "muted" }, "Nothing is chosen."));
+  if (!mine.rows.length) {
+    mine.shown = null;
+    $("detail").replaceChildren(h("p", { class: "muted" }, "Nothing is chosen."));
+  }
 }
 
 function line(row, index) {
@@ -133,15 +136,17 @@ async function select(index, scroll = true) {
     if (chosen && scroll) each.scrollIntoView({ block: "nearest" });
   }
   const mine = list, key = `${row.step}/${row.line}`;
-  if (mine.shown === key) return; // who reads it is left at it
+  if (mine.shown === key) return; // who reads it, or waits for it, is left at it
+  mine.shown = key;
+  const left = () => mine !== list || mine.shown !== key || !$("detail");
   try {
     const full = await get("rollout", { run: mine.run, step: row.step, line: row.line });
-    if (mine !== list || mine.at !== index || !$("detail")) return;
-    mine.shown = key;
+    if (left()) return;
     $("detail").replaceChildren(...completion(mine.run, row, full, mine.step === null));
   } catch (error) {
+    if (left()) return;
     mine.shown = null;
-    $("detail")?.replaceChildren(h("p", { class: "bad" }, error.message));
+    $("detail").replaceChildren(h("p", { class: "bad" }, error.message));
   }
 }
 

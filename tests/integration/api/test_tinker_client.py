@@ -45,7 +45,7 @@ def client(url):
         made = tinker.ServiceClient(base_url=url, api_key="tml-test")
         made.get_server_capabilities()  # the client's own lock is held by two threads where both set it up
         yield made
-        made.close("success").result(30)
+        made.close("success").result(240)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def recipe(tmp_path_factory):
         command = [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"log_path={log}"]
         done = subprocess.run(
             [*command, "lora_rank=4", "save_every=0", *options],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=800,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]

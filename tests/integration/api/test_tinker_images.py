@@ -53,7 +53,7 @@ def client(folder):
         made = tinker.ServiceClient(base_url=background.url, api_key="tml-test")
         made.get_server_capabilities()  # the client's own lock is held by two threads where both set it up
         yield made
-        made.close("success").result(30)
+        made.close("success").result(240)
     background.close()
     service.close()
 

@@ -29,7 +29,7 @@ def test_serves_tells_what_happens_and_ends_at_once(tmp_path):
                 if line.startswith("data: ") and any(run["step"] == 2 for run in json.loads(line[6:])["runs"]):
                     break
             process.send_signal(signal.SIGINT)  # with a listener still there
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=240) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -41,7 +41,7 @@ def test_the_demo_leaves_nothing_behind(tmp_path, monkeypatch):
         found = httpx.get(f"{address}/api/runs", headers={"authorization": f"Bearer {token}"}, timeout=60).json()
         assert {run["status"] for run in found["runs"]} == {"live", "finished"}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=240) == 0
         assert list(tmp_path.iterdir()) == []
 
 

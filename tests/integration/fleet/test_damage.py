@@ -11,8 +11,8 @@ from rlloop.rollout import Engine
 from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.types import SamplingParams
-from tests.support.chaos.fleet import free_ports
 from tests.support.chaos.proxy import Message, Network, flipped
+from tests.support.command import free_port
 from tests.support.router_fleet import OneEngine, check
 from tests.support.tiny_models import tiny_qwen3
 
@@ -29,8 +29,7 @@ def engine():
 
 def test_an_answer_with_a_flipped_bit_is_asked_for_again(engine):
     expected = Engine(tiny_qwen3(64)).generate(PROMPTS, SAMPLING)
-    network, dice, left = Network(), random.Random(0), [2]
-    [port] = free_ports(1)
+    network, dice, left, port = Network(), random.Random(0), [2], free_port()
     network.add("line", port, int(engine.url.rpartition(":")[2]))
 
     def flip(request: Message, answer: Message) -> Message:

@@ -96,7 +96,7 @@ def expected() -> list[Completion]:
 @pytest.fixture(scope="module")
 def pair(expected) -> Iterator[tuple[EnginePool, Events, Odd]]:
     odd = Odd(expected)
-    settings = dataclasses.replace(FAST, calls=1, timeout=0.5)
+    settings = dataclasses.replace(FAST, calls=1)
     with fleet(OneEngine(), settings=settings, vocabulary=VOCABULARY) as (router, events):
         router.join(odd.url, "odd")
         router.serve_version(0, None)
@@ -112,7 +112,7 @@ def made_with(pair, expected, answer: Reply) -> list[str]:
     until(lambda: [each for each in events.of("serving") if each["boot"] == odd.boot])
     events.clear()
     odd.answer = answer
-    check(router.begin(PROMPTS, SAMPLING, 0).result(20), expected[:8])
+    check(router.begin(PROMPTS, SAMPLING, 0).result(240), expected[:8])
     assert odd.asked >= 1
     assert all(each["engine"].startswith("odd/") and each["why"] for each in events if each["event"] != "serving")
     return [each["event"] for each in list(events)]
@@ -250,7 +250,7 @@ def test_a_refusal_of_one_engine_is_not_the_requests_fault(pair, expected):
     too_long = [SamplingParams(max_tokens=10**6, seed=1)] * 8
     odd.answer = refusal
     with pytest.raises(ConfigError):  # which both refuse
-        router.begin(PROMPTS, too_long, 0).result(20)
+        router.begin(PROMPTS, too_long, 0).result(240)
 
 
 @given(st.data())
@@ -294,7 +294,7 @@ def test_an_odd_state_keeps_an_engine_out_and_its_caretaker_alive(pair, expected
     made_with(pair, expected, lambda ask, whole: packed(whole))
     odd.state = state
     until(lambda: events.of("quarantined"))
-    check(router.begin(PROMPTS, SAMPLING, 0).result(20), expected[:8])
+    check(router.begin(PROMPTS, SAMPLING, 0).result(240), expected[:8])
     odd.state = None
     made_with(pair, expected, lambda ask, whole: packed(whole))  # it is looked at again
 
@@ -311,7 +311,7 @@ def test_no_error_of_a_request_loses_its_work(expected, error):
             raise error
 
         router._members._all[bad.url].client.generate = fail
-        check(router.begin(PROMPTS, SAMPLING, 0).result(20), expected[:8])
+        check(router.begin(PROMPTS, SAMPLING, 0).result(240), expected[:8])
         [quarantined] = events.of("quarantined")
         assert type(error).__name__ in quarantined["why"]
 
@@ -333,7 +333,7 @@ def test_records_that_cannot_be_written_end_the_wait(expected):
         with pytest.raises(OSError, match="No space"):  # noqa: PT012
             router.serve_version(0, None)
             router._members._all[engine.url].client.generate = fail
-            router.begin(PROMPTS, SAMPLING, 0).result(20)
+            router.begin(PROMPTS, SAMPLING, 0).result(240)
         router.close()
         engine.close()
 
@@ -346,7 +346,7 @@ def test_what_no_engine_makes_is_given_up_in_a_while(expected):
         router.join(odd.url, "r0")
         router.serve_version(0, None)
         with pytest.raises(NoEngine, match=r"4 prompts failed in 1\d tries; the last: .*HTTP 500"):
-            router.begin(PROMPTS, SAMPLING, 0).result(20)
+            router.begin(PROMPTS, SAMPLING, 0).result(240)
     odd.close()
 
 

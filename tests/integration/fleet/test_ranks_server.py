@@ -49,7 +49,7 @@ def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> No
         "--public-key", "key.pub", "--interval", "0.2", "--adapter", "poet=poet",
     )  # fmt: skip
     try:
-        with RemoteEngine(server.url, token=TOKEN, timeout=60) as remote:
+        with RemoteEngine(server.url, token=TOKEN) as remote:
             for version, scale in enumerate((1.0, 1.25)):
                 with torch.no_grad():
                     for parameter in model.parameters():

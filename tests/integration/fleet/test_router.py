@@ -191,7 +191,7 @@ def test_a_version_that_is_not_the_fleets_is_refused_and_not_waited_for(expected
         until(lambda: router.version == 1)
         engine.engine.may()
         with pytest.raises(VersionUnavailable, match="has version 1 of the weights; asked for is 0"):
-            waiting.result(20)
+            waiting.result(240)
         published.join()
         changed.join()
         assert len(router.generate(PROMPTS, SAMPLING, 1)) == 40
@@ -228,7 +228,7 @@ def test_an_engine_that_leaves_while_it_is_busy_leaves_its_work_to_the_others(ex
             raise Busy("full")
 
         router._members._all[busy.url].client.generate = refuse
-        check(router.begin(PROMPTS, SAMPLING, 0).result(20), expected)
+        check(router.begin(PROMPTS, SAMPLING, 0).result(240), expected)
 
 
 def test_one_engine_that_refuses_the_token_does_not_end_the_run(expected):
@@ -274,7 +274,7 @@ def test_many_who_sample_through_the_trainer_leave_room_for_those_who_fetch(tmp_
             until(lambda: len(router._batches) == 50)
             assert httpx.get(f"{server.url}/latest", trust_env=False).content == store.latest()
             engine.engine.may()
-            assert {each.result(60).status_code for each in asked} == {200}
+            assert {each.result(240).status_code for each in asked} == {200}
         server.close()
 
 

@@ -94,7 +94,7 @@ def running():
 
 @pytest.fixture
 def remote(running):
-    with RemoteEngine(running.url, token=TOKEN, timeout=30) as engine:
+    with RemoteEngine(running.url, token=TOKEN, timeout=240) as engine:
         yield engine
 
 
@@ -228,17 +228,17 @@ def test_a_long_text_holds_nobody_up():
     class Slow(Words):
         def encode(self, text, add_special_tokens=True):
             begun.set()
-            assert go.wait(20)
+            assert go.wait(240)
             return super().encode(text, add_special_tokens)
 
     service = EngineService(Engine(tiny_qwen3(VOCABULARY)))
     server = BackgroundServer(EngineServer(service, name="one", tokenizer=Slow()).app, Listen())
     with httpx.Client(base_url=server.url, trust_env=False) as client, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, "/v1/completions", json={"model": "rlloop", "prompt": "5", "max_tokens": 1})
-        assert begun.wait(20)
+        assert begun.wait(240)
         assert client.get("/health").status_code == 200
         go.set()
-        assert asked.result(20).status_code == 200
+        assert asked.result(240).status_code == 200
     server.close()
     service.close()
 
@@ -297,15 +297,15 @@ def test_many_who_wait_for_weights_delay_nobody(running, monkeypatch):
 
         def wake(_: int = 0) -> int:
             return httpx.post(
-                f"{running.url}/rlloop/weights/wake?version=9&wait=20",
+                f"{running.url}/rlloop/weights/wake?version=9&wait=60",
                 headers=dict(client.headers),
-                timeout=60,
+                timeout=240,
                 trust_env=False,
             ).status_code
 
         asked = [pool.submit(wake) for _ in range(WAITING)]
         for _ in range(WAITING):
-            assert waiting.acquire(timeout=30)
+            assert waiting.acquire(timeout=240)
         try:
             assert wake() == 429
             body = {"model": "rlloop", "prompt": "1 2", "max_tokens": 1}  # parsed in one of the threads for all
@@ -492,9 +492,9 @@ def test_what_waits_when_a_service_is_closed_hears_of_it():
         until(lambda: service._pause)
         service.close()
         with pytest.raises(Busy, match="shut down"):
-            changing.result(20)
+            changing.result(240)
     with pytest.raises(Busy, match="shut down"):
-        kept.result(20)
+        kept.result(240)
     for late in (
         lambda: service.change_weights(lambda: None),
         service.pause,

@@ -117,7 +117,7 @@ def vllm() -> Iterator[Vllm]:
 
 @pytest.fixture
 def upstream(vllm) -> Iterator[Upstream]:
-    upstream = Upstream(vllm.server.url, "key", timeout=20)
+    upstream = Upstream(vllm.server.url, "key", timeout=120)
     yield upstream
     upstream.close()
 
@@ -132,7 +132,7 @@ def line(vllm, upstream):
 
 
 def ask(service: ServedService, **options: Any):
-    return service.submit([[5, 6]], [SamplingParams(max_tokens=2, seed=3, **options)]).result(20)[0]
+    return service.submit([[5, 6]], [SamplingParams(max_tokens=2, seed=3, **options)]).result(240)[0]
 
 
 def test_a_version_is_committed_with_vllm_paused_and_named_before_it_goes_on(line):
@@ -277,7 +277,7 @@ def test_an_answer_that_is_no_completion_ends_what_is_in_flight_and_no_more(line
     vllm.raw_id = 5
     params = SamplingParams(max_tokens=2, seed=3)
     with pytest.raises(UpstreamError, match=r"not a completion: KeyError\(-1\)"):
-        service.submit([[5, 6]] * 4, [params] * 4).result(20)
+        service.submit([[5, 6]] * 4, [params] * 4).result(240)
     id = engine.add_request([5], params)
     assert engine.abort(id) is None
     vllm.raw_id = -1

@@ -20,6 +20,7 @@ import pytest
 
 from rlloop.runs.folder import read_records
 from tests.support.dashboard_runs import serving
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```(\w*)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -125,7 +126,7 @@ def test_every_page_at_three_widths_without_an_error(clone, runs, monkeypatch):
     monkeypatch.chdir(runs[0])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clone), *sys.path]))
     with serving("runs") as (_, address, token), sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
         for width in (1600, 900, 400):
             page = browser.new_page(viewport={"width": width, "height": 900})
             page.set_default_timeout(120_000)
@@ -135,7 +136,7 @@ def test_every_page_at_three_widths_without_an_error(clone, runs, monkeypatch):
             for view, content in seen.items():
                 page.goto(f"{address}/#/{view}?run=first&run=patience&of=first&step=1")
                 page.locator(content).first.wait_for()
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (view, width)
+                until(lambda page=page: page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
             page.close()
         browser.close()
     assert wrong == []

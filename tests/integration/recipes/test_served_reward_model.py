@@ -36,7 +36,7 @@ def test_the_reward_is_the_verdicts_logprob_to_the_bit(served):
     folder, model, url = served
     reward = RewardModel(url, str(folder / "model"))
     prompt = reward.chat.prompt("3 7")[1]
-    runner = RewardRunner(reward, timeout=20.0)
+    runner = RewardRunner(reward, timeout=240.0)
     examples = [Example("e", prompt, "3 7", {})] * 2
     results = runner.score([("3 7", text, example) for text, example in zip(("7", "3 3"), examples, strict=True)])
     end = verdict = model.eos_token_ids[0]

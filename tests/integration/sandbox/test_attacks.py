@@ -41,7 +41,7 @@ def world(mode: str, user: int, *denied: str) -> dict:
             identity = f"setpriv --reuid={user} --regid={user} --clear-groups"
             script = f'mount --bind {sys.base_prefix} {place}/python && exec {identity} {python} "$@"'
             command = ["unshare", "-m", "sh", "-c", script, "sh", *command[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=250)
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=800)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -8,7 +8,7 @@ from rlloop.rewards.code import CodeReward
 from rlloop.rewards.sandbox import Limits, run_program, run_test
 from rlloop.types import Example
 
-LIMITS = Limits(seconds=5.0, memory_mb=256, output_bytes=4096)
+LIMITS = Limits(seconds=20.0, memory_mb=256, output_bytes=4096)
 
 
 def verdicts(*cases, limits=LIMITS):
@@ -210,7 +210,7 @@ assert any([holds(check) for check in checks])
 
 def test_no_program_forges_a_verdict():
     """The test passes where any of a dozen ways to ask for f(2) == 4 does."""
-    limits, honest = Limits(seconds=2.0, memory_mb=256, output_bytes=4096), "def f(x): return x * x"
+    limits, honest = Limits(seconds=10.0, memory_mb=256, output_bytes=4096), "def f(x): return x * x"
     found = verdicts((honest, LENIENT), *((program, LENIENT) for program in FORGERIES.values()), limits=limits)
     assert found[0].verdict == "passed"
     for name, result in zip(FORGERIES, found[1:], strict=True):

@@ -25,7 +25,7 @@ HERE = [language for language, (name, *_) in INTERPRETERS.items() if shutil.whic
 
 
 def run(source: str, stdin: str = "", **options):
-    return asyncio.run(run_program(source, stdin, **options))
+    return asyncio.run(run_program(source, stdin, **{"limits": Limits(seconds=60.0), **options}))
 
 
 @pytest.mark.parametrize("language", INTERPRETERS)
@@ -36,7 +36,9 @@ def test_a_program_is_judged_or_its_language_refused_by_name(language):
         return
     tests = [{"input": "3 4", "output": "7"}, {"input": "1 1", "output": "3"}]
     wrapped = f"So:\n```{language}\n{SUMS[language]}\n```"
-    result = asyncio.run(CodeReward(language=language)("", wrapped, Example("e", [], "", {"tests": tests})))
+    result = asyncio.run(
+        CodeReward(language=language, seconds=60.0)("", wrapped, Example("e", [], "", {"tests": tests}))
+    )
     assert (result.reward, result.solved) == (0.5, False)
 
 

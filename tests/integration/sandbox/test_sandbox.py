@@ -16,8 +16,9 @@ from rlloop.rewards import sandbox
 from rlloop.rewards.code import CodeReward, extract_code
 from rlloop.rewards.sandbox import Limits, run_program
 from rlloop.types import Example
+from tests.support.waiting import until
 
-LIMITS = Limits(seconds=4.0, memory_mb=256, output_bytes=4096)
+LIMITS = Limits(seconds=20.0, memory_mb=256, output_bytes=4096)
 
 
 def run(source, stdin="", limits=LIMITS):
@@ -118,10 +119,7 @@ libc.syscall(60 if __import__('os').uname().machine == 'x86_64' else 93, 0)
         while not (found := children.read_text().split()) or state(found[0]) != "Z":  # its first thread has ended
             time.sleep(0.01)
         process.kill()
-    until = time.monotonic() + 30
-    while (left := state(found[0])) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert left is None
+    until(lambda: state(found[0]) is None)
 
 
 def state(pid):
@@ -167,7 +165,7 @@ def test_a_machine_that_cannot_confine_programs_is_refused_before_the_run(monkey
 
 
 def test_code_reward_counts_tests_and_survives_hostile_programs():
-    reward = CodeReward(seconds=1.0)
+    reward = CodeReward(seconds=4.0)
     tests = [{"input": "1 2", "output": "3"}, {"input": "5 6", "output": "11"}]
     example = Example("sum", [1], "add", {"tests": tests})
 
@@ -189,7 +187,7 @@ def test_code_reward_counts_tests_and_survives_hostile_programs():
 
 
 def test_an_early_exit_does_not_pass_an_assertion():
-    reward = CodeReward(seconds=2.0, partial=False)
+    reward = CodeReward(seconds=20.0, partial=False)
     example = Example("f", [1], "", {"tests": [{"assert": "assert f(2) == 4"}]})
 
     async def score(program):

@@ -18,6 +18,7 @@ from rlloop.web import connections
 from rlloop.web import server as web
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.small_app import APP, LARGE
+from tests.support.waiting import until
 
 HEAD = b"POST /echo HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
@@ -33,7 +34,7 @@ def serving(**options) -> Iterator[str]:
 
 def connect(url: str) -> socket.socket:
     parts = urlsplit(url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=20)
+    return socket.create_connection((parts.hostname, parts.port), timeout=120)
 
 
 def seconds_until_closed(line: socket.socket, drip: bytes = b"") -> float:
@@ -63,7 +64,7 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch, said, drip):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
     with serving() as url, connect(url) as line:
         line.sendall(said)
-        assert seconds_until_closed(line, drip) < 5
+        assert seconds_until_closed(line, drip) < 9
 
 
 def test_a_handshake_that_does_not_come_ends_its_connection(monkeypatch, tmp_path):
@@ -73,7 +74,7 @@ def test_a_handshake_that_does_not_come_ends_its_connection(monkeypatch, tmp_pat
     cert, key = certificate(tmp_path)
     with serving(certificate=cert, key=key) as url, connect(url) as line:
         line.sendall(b"\x16\x03\x01")
-        assert seconds_until_closed(line) < 5
+        assert seconds_until_closed(line) < 9
 
 
 def test_a_body_that_stalls_is_refused(monkeypatch):
@@ -98,19 +99,22 @@ def test_what_follows_an_answer_that_left_its_body_unread_ends_too(monkeypatch):
     with serving(token="a token of some length") as url, connect(url) as line:
         line.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
         assert line.recv(4096).startswith(b"HTTP/1.1 401 ")
-        assert seconds_until_closed(line, b"a" * 1000) < 5
+        assert seconds_until_closed(line, b"a" * 1000) < 19
 
 
 def test_a_client_that_takes_nothing_of_its_answer_is_dropped(monkeypatch):
+    dropped, drop = [], connections.Listener.drop
+    monkeypatch.setattr(connections.Listener, "drop", lambda *given: dropped.append(drop(*given)))
     monkeypatch.setattr(web, "STALL_SECONDS", 0.3)
     with serving() as url, connect(url) as line:
         line.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        time.sleep(1.0)  # nothing is read meanwhile
+        until(lambda: dropped)  # nothing is read meanwhile
         taken = 0
         with suppress(ConnectionError):  # what was in the kernels' buffers, and then the end
             while part := line.recv(1 << 20):
                 taken += len(part)
         assert taken < len(LARGE) // 2
+        monkeypatch.setattr(web, "STALL_SECONDS", 60.0)
         reply = httpx.get(f"{url}/large", trust_env=False, timeout=60)  # who takes it gets all of it
         assert reply.content == LARGE
 
@@ -123,7 +127,7 @@ def test_where_there_is_no_room_who_waits_without_a_request_makes_it(monkeypatch
         open_ = [stack.enter_context(connect(url)) for _ in range(40)]
         time.sleep(2 * connections.GRACE_SECONDS)
         for _ in range(20):
-            assert httpx.get(f"{url}/health", trust_env=False, timeout=10).status_code == 200
+            assert httpx.get(f"{url}/health", trust_env=False, timeout=60).status_code == 200
         assert sum(is_open(line) for line in open_) < 8
         busy.sendall(b"cd")  # nobody whose request is under way was shut
         assert busy.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -145,17 +149,26 @@ SERVER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from rlloop.web import connections, server as web
-connections.HEAD_SECONDS = 3.0
+connections.HEAD_SECONDS = 600.0
 if sys.argv[1] == "unbounded":
+    connections.HEAD_SECONDS = 3.0
     connections.Listener.__init__.__defaults__ = (10**6,)
 from tests.support.small_app import APP
 web.serve(APP, web.Listen(), lambda url: print(url, flush=True))
 """
 
 
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False, timeout=60).status_code == 200
+    except httpx.TransportError:  # turned away
+        return False
+
+
 @pytest.mark.parametrize("bound", ["bounded", "unbounded"])
 def test_half_open_connections_beyond_the_descriptors_neither_stop_the_server_nor_fill_its_log(bound):
-    """Unbounded: the descriptors themselves run out, as they do where the process needs them for other things."""
+    """Unbounded: the descriptors themselves run out, as they do where the process needs them for other things. They
+    come back as connections' time is over; bounded, long before."""
     process = subprocess.Popen([sys.executable, "-c", SERVER, bound], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -163,17 +176,10 @@ def test_half_open_connections_beyond_the_descriptors_neither_stop_the_server_no
         with ExitStack() as stack:
             for _ in range(300):
                 stack.enter_context(connect(url)).sendall(HEAD)
-            began, status = time.monotonic(), 0
-            while status != 200 and time.monotonic() - began < 30:
-                try:
-                    status = httpx.get(f"{url}/health", trust_env=False, timeout=10).status_code
-                except httpx.TransportError:  # turned away
-                    time.sleep(0.1)
-            assert status == 200
-            assert bound == "unbounded" or time.monotonic() - began < 3.0  # it did not wait for their time-out
+            until(lambda: answers(f"{url}/health"))
     finally:
         process.terminate()
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=240)
     assert log.count(b"\n") == 1
     assert b"connections were refused" in log
 

@@ -59,7 +59,7 @@ def play(*ids: str):
         def environment(self, example: Example):
             return gym_environment(example, id=example.data["id"])
 
-    conversations = Conversations(Task(), KNOWN, timeout=20.0)
+    conversations = Conversations(Task(), KNOWN, timeout=240.0)
     examples = [Example(f"e{index}", [1, 2], "p", {"id": id}) for index, id in enumerate(ids)]
     played = conversations.play(FakeEngine(FakePolicy()), examples, [SamplingParams(max_tokens=3, seed=0) for _ in ids])
     conversations.close()

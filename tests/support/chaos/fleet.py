@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from tests.support.chaos import child
 from tests.support.chaos.liars import lie
 from tests.support.chaos.proxy import Network
 from tests.support.chaos.schedule import LINKS, PROCESSES, Fault
-from tests.support.command import Command
+from tests.support.command import Command, free_port
 from tests.support.tiny_run import make_model
 
 STEPS = 6
@@ -63,8 +62,7 @@ class World:
         for folder in ("logs", "control"):
             (place / folder).mkdir()
         self.network = Network()
-        ports = free_ports(len(PROCESSES) + len(LINKS))
-        self._ports: dict[str, int] = dict(zip((*PROCESSES, *LINKS), ports, strict=True))
+        self._ports = {name: free_port() for name in (*PROCESSES, *LINKS)}
         for link in LINKS:
             self.network.add(link, self._ports[link], self._ports[link.partition(">")[2]])
         self._controls = {name: child.Control(self._control(name)) for name in PROCESSES}
@@ -135,7 +133,7 @@ class World:
 
     def _reap(self, name: str) -> int:
         process = self._running.pop(name)
-        code = process.wait(30)
+        code = process.wait(240)
         descriptor = process.stdout.fileno()
         os.set_blocking(descriptor, False)
         with (self.place / "logs" / f"{name.replace('/', '_')}.log").open("ab") as log, contextlib.suppress(OSError):
@@ -334,15 +332,3 @@ def once(work: Callable[[], object]) -> Callable[[], object]:
     """Does nothing when it is called again."""
     left = [work]
     return lambda: left.pop()() if left else None
-
-
-def free_ports(count: int) -> list[int]:
-    """Below those that connections get, so that a server may come back at its own."""
-    dice, found = random.Random(), list[int]()
-    while len(found) < count:
-        port = dice.randrange(12_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in found:
-                found.append(port)
-    return found

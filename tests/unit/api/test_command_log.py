@@ -24,7 +24,7 @@ def command(seq_id: int, body: bytes = b"x") -> Command:
 
 def appended(log: CommandLog, *records) -> None:
     for future in [log.append(record) for record in records]:
-        future.result(10)
+        future.result(240)
 
 
 def test_what_was_acknowledged_is_read_back_in_order_of_its_numbers(tmp_path, committer):
@@ -40,7 +40,7 @@ def test_what_was_acknowledged_is_read_back_in_order_of_its_numbers(tmp_path, co
 
 def test_a_record_is_in_the_file_once_its_future_is_done(tmp_path, committer):
     log = CommandLog(tmp_path, committer)
-    log.append(command(0, b"first")).result(10)
+    log.append(command(0, b"first")).result(240)
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(segments(tmp_path)[0], copy)  # the machine stops here
@@ -99,9 +99,9 @@ def test_rotation_keeps_what_is_still_needed(tmp_path, committer):
     (log.new_state(3) / "weights").write_bytes(b"w")
     appended(log, Result(1, b"old"), Result(3, b"failed", failed=True), Weights(3, b"digest"))  # while it is written
     waiting = [log.append(record) for record in (command(4), Checked(4, {"n": 1.0}))]
-    log.rotate(3, [Result(2, b"uncollected")]).result(10)
+    log.rotate(3, [Result(2, b"uncollected")]).result(240)
     for each in waiting:
-        each.result(10)
+        each.result(240)
     appended(log, command(5))
     again = CommandLog(tmp_path, committer).replay
     assert (again.first, again.results) == (3, {2: Result(2, b"uncollected"), 3: Result(3, b"failed", failed=True)})
@@ -127,7 +127,7 @@ def test_old_segments_go_beyond_the_limit(tmp_path, committer):
     for first in (1, 2, 3):
         appended(log, command(first - 1, b"x" * 1000))
         log.new_state(first)
-        log.rotate(first, [], keep_bytes=1500).result(10)
+        log.rotate(first, [], keep_bytes=1500).result(240)
     assert [path.name for path in segments(tmp_path)] == ["000002.log", "000003.log"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["000002", "000003"]
 
@@ -143,7 +143,7 @@ def test_a_full_disk_fails_the_command_and_takes_the_frame_back(tmp_path, commit
     real = os.write
     monkeypatch.setattr("rlloop.api.log.os.write", half)
     with pytest.raises(OSError, match="No space"):
-        log.append(command(1)).result(10)
+        log.append(command(1)).result(240)
     monkeypatch.undo()
     appended(log, command(2))
     assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [0, 2]
@@ -156,11 +156,11 @@ def test_a_segment_that_cannot_be_begun_leaves_the_old_one_in_use(tmp_path, comm
     log.new_state(4)
     for begun in (lambda: log.rotate(4, []), lambda: log.shrink(lambda records: records[2:])):
         with pytest.raises(OSError, match="No space"):
-            begun().result(10)
+            begun().result(240)
     monkeypatch.undo()
     appended(log, command(4))
     assert len(CommandLog(tmp_path, committer).replay.commands) == 5
-    log.shrink(lambda records: records[3:]).result(10)  # once there is room
+    log.shrink(lambda records: records[3:]).result(240)  # once there is room
     assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [3, 4]
 
 
@@ -185,7 +185,7 @@ def test_what_waits_together_shares_a_sync(tmp_path, committer):
     before = committer.commits
     gate.set()
     for future in futures:
-        future.result(10)
+        future.result(240)
     assert committer.commits - before <= 2
     assert len(CommandLog(tmp_path, committer).replay.commands) == 300
 
@@ -194,7 +194,7 @@ def test_a_log_without_states_shrinks(tmp_path, committer):
     log = CommandLog(tmp_path, committer)
     appended(log, *(command(number, b"x" * 100) for number in range(10)))
     before = log.nbytes
-    log.shrink(lambda records: records[-2:]).result(10)
+    log.shrink(lambda records: records[-2:]).result(240)
     assert log.nbytes < before
     appended(log, command(10))
     assert [each.seq_id for each in CommandLog(tmp_path, committer).replay.commands] == [8, 9, 10]
@@ -205,15 +205,15 @@ def test_a_closed_log_has_no_file_open_and_drops_what_comes_later(tmp_path, comm
     log = CommandLog(tmp_path, committer)
     appended(log, command(0))
     log.append_later(Weights(0, b"digest"))
-    log.close().result(10)
+    log.close().result(240)
     opened = [fd.resolve() for fd in Path("/proc/self/fd").iterdir()]
     assert not [path for path in opened if path.is_relative_to(tmp_path)]
     appended(log, command(1))
     log.append_later(Weights(1, b"digest"))
     log.new_state(1)
-    log.rotate(1, []).result(10)
-    log.shrink(lambda records: records).result(10)
-    log.close().result(10)
+    log.rotate(1, []).result(240)
+    log.shrink(lambda records: records).result(240)
+    log.close().result(240)
     assert log.nbytes == 0
     again = read_segment(tmp_path / "000000.log")
     assert (len(again.commands), again.digests) == (1, {0: b"digest"})

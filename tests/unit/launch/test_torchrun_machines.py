@@ -13,15 +13,14 @@ import torch
 from rlloop.launch import torchrun
 from rlloop.launch.layouts import Machine
 from rlloop.launch.torchrun import Leader, Torchrun, follow
+from tests.support.command import free_port
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     monkeypatch.setattr(signal, "signal", lambda *args: None)  # `follow` is a process's main thread elsewhere
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    return f"tcp://127.0.0.1:{port}/attempt-0"
+    return f"tcp://127.0.0.1:{free_port()}/attempt-0"
 
 
 def test_rank_0_knows_every_ranks_machine(address: str) -> None:
@@ -36,7 +35,7 @@ def test_rank_0_knows_every_ranks_machine(address: str) -> None:
         host = socket.gethostname()
         assert leader.machines() == [Machine(0, host, 0, 1, 3), Machine(1, host, 0, 2, 3), Machine(2, host, 1, 2, 3)]
     for each in ranks:
-        each.join(20)
+        each.join(240)
     assert codes == [0, 0]
 
 

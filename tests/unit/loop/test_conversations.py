@@ -42,6 +42,7 @@ class Overlapping(Generating):
         super().__init__(engine)
         self.service = EngineService(engine)
         self.begin = self.service.submit
+        self.generate = lambda prompts, sampling: self.begin(prompts, sampling).result(EVER)  # by that thread, too
 
 
 KINDS = {"stepped": (lambda engine: engine, SteppedTurns), "generated": (Generating, GeneratedTurns),
@@ -346,12 +347,13 @@ def interrupts():
 def test_an_interrupt_leaves_an_engine_and_environments_to_go_on_with(where, monkeypatch, interrupts):
     engine, asked = Engine(tiny_qwen3(40), page_size=4), examples(3, 1, 2)
     whole = play(Countdown, engine, asked)
-    release = threading.Event()
+    release, presses = threading.Event(), iter([True])
 
     class Pressed(Countdown):
         def step(self, message):
             if where == "tool":
-                interrupt_main()
+                if next(presses, False):  # one that comes later would end the tests
+                    interrupt_main()
                 release.wait(EVER)
             return super().step(message)
 
@@ -421,7 +423,7 @@ class Blocking(Countdown):
     async def step(self, message: str) -> Reply:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.began += 1
         if self.blocks:
-            time.sleep(5.0)
+            time.sleep(10.0)
         await asyncio.sleep(0.01)
         return super().step(message)
 
@@ -429,8 +431,8 @@ class Blocking(Countdown):
 def test_a_step_that_blocks_the_event_loop_is_a_timeout_and_the_others_go_on():
     asked = examples(2, 2, 2, 2)
     asked[1].data["blocks"] = True
-    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=1.0)
-    assert played[1].broken == "environment timeout: blocked its event loop for longer than 1 s"
+    played = play(Blocking, FakeEngine(FakePolicy(40)), asked, timeout=2.0)
+    assert played[1].broken == "environment timeout: blocked its event loop for longer than 2 s"
     assert [each.broken for each in (played[0], *played[2:])] == [None] * 3
 
 
@@ -464,7 +466,7 @@ def test_whatever_a_step_raises_is_the_reason(error, kind):
 
 
 def test_at_most_so_many_steps_run_at_a_time():
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, three = 0, 0, threading.Lock(), threading.Barrier(3, timeout=EVER)
 
     class Counted(Countdown):
         def step(self, message):
@@ -472,13 +474,15 @@ def test_at_most_so_many_steps_run_at_a_time():
             with lock:
                 running += 1
                 most = max(most, running)
+            three.wait()
             time.sleep(0.01)
             with lock:
                 running -= 1
             return super().step(message)
 
-    play(Counted, FakeEngine(FakePolicy(40)), examples(*[1] * 10), concurrency=3)
-    assert 1 < most <= 3
+    played = play(Counted, FakeEngine(FakePolicy(40)), examples(*[1] * 9), concurrency=3)
+    assert [each.broken for each in played] == [None] * 9
+    assert most == 3
 
 
 def test_the_first_fault_of_a_conversation_is_its_own():

@@ -19,8 +19,8 @@ from tests.support.loop_run import Run
 from tests.support.talks import KNOWN, Countdown, TalkTask, example
 
 
-def play(task: TalkTask, *examples: Example, max_tokens: int = 6):
-    conversations = Conversations(task, KNOWN, timeout=0.5)
+def play(task: TalkTask, *examples: Example, max_tokens: int = 6, timeout: float = 60.0):
+    conversations = Conversations(task, KNOWN, timeout=timeout)
     sampling = [SamplingParams(max_tokens=max_tokens, seed=index) for index in range(len(examples))]
     played = conversations.play(FakeEngine(FakePolicy()), examples, sampling)
     conversations.close()
@@ -165,7 +165,7 @@ def test_a_turn_that_was_cut_short_is_not_answered():
         environment = Heard
 
     sampling = [SamplingParams(max_tokens=6, seed=seed) for seed in (1, 2)]
-    conversations = Conversations(HeardTask(), KNOWN, timeout=0.5)
+    conversations = Conversations(HeardTask(), KNOWN)
     cut, whole = conversations.play(Interrupted(FakePolicy()), [example(3), example(1)], sampling)
     conversations.close()
     assert cut.broken == "its completion was cut short: finish_reason is 'abort'"
@@ -177,14 +177,14 @@ def test_a_turn_that_was_cut_short_is_not_answered():
 def test_async_environments_step_together_under_a_time_limit():
     class Slow(Countdown):
         async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
-            await asyncio.sleep(30 if self.left == 2 else 0)
+            await asyncio.sleep(600 if self.left == 2 else 0)
             return super().step(message)
 
     class SlowTask(TalkTask):
         environment = Slow
 
-    hung, whole = play(SlowTask(), example(2), example(1))
-    assert hung.broken == "environment timeout: took longer than 0.5 s"
+    hung, whole = play(SlowTask(), example(2), example(1), timeout=2.0)
+    assert hung.broken == "environment timeout: took longer than 2 s"
     assert whole.example.data["episode"]["solved"]
 
 
@@ -257,7 +257,7 @@ class Flaky:
         self.keys.append(key)
         if self.keys.count(key) <= self.failures:
             if self.slow:
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             raise ConnectionError("gone")
         return Reply([{"role": "tool", "content": "7"}], reward=1.0, done=len(set(self.keys)) == 2)
 
@@ -271,7 +271,7 @@ def test_an_idempotent_step_is_tried_again_under_its_key(slow):
 
     def play(retries: int):
         task = Task()
-        conversations = Conversations(task, KNOWN, timeout=0.1, retries=retries)
+        conversations = Conversations(task, KNOWN, timeout=1.0 if slow else 60.0, retries=retries)
         [played] = conversations.play(FakeEngine(FakePolicy()), [example(3)], [SamplingParams(max_tokens=4, seed=5)])
         conversations.close()
         return played, task.made.keys

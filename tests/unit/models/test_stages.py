@@ -26,7 +26,7 @@ class Wires:
         self._sent: dict[tuple[int, int], Queue[Tensor]] = {}
         for one in range(3):
             for other in range(3):
-                self._met.setdefault(frozenset((one, other)), Barrier(2, timeout=5))
+                self._met.setdefault(frozenset((one, other)), Barrier(2, timeout=120))
                 self._sent[one, other] = Queue()
         self._connected: set[tuple[int, frozenset[int]]] = set()
 
@@ -42,7 +42,7 @@ class Wires:
 
     def receive(self, rank: int, source: int) -> Tensor:
         self._connect(rank, source)
-        return self._sent[source, rank].get(timeout=5)
+        return self._sent[source, rank].get(timeout=120)
 
 
 class Pipe:
@@ -83,7 +83,7 @@ def test_ends_of_a_pipeline_swap_tensors_although_a_first_copy_waits_for_its_oth
         lambda: last.swapped(None, torch.zeros(3)),
     ]
     with ThreadPoolExecutor(2) as pool:
-        found = [each.result(10) for each in [pool.submit(call) for call in calls]]
+        found = [each.result(240) for each in [pool.submit(call) for call in calls]]
     for of_first, of_last in found:
         assert of_first is not None
         assert of_last is not None

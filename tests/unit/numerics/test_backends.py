@@ -98,7 +98,7 @@ else:
 
 
 def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
 
 

@@ -39,7 +39,7 @@ def redness(prompt: str, completion: str, example: Example) -> float:
 
 
 def test_a_python_reward_sees_the_picture() -> None:
-    runner = RewardRunner(redness, timeout=20.0)
+    runner = RewardRunner(redness, timeout=240.0)
     results = runner.score([("", "255", shown(255)), ("", "255", shown(0))])
     runner.close()
     assert [result.reward for result in results] == [1.0, 0.0]
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_reward_model_refuses_examples_with_images(folder: str) -> None:
-    runner = RewardRunner(RewardModel("http://127.0.0.1:9", folder, retries=0), timeout=20.0)
+    runner = RewardRunner(RewardModel("http://127.0.0.1:9", folder, retries=0), timeout=240.0)
     [failed] = runner.score([("", "7", shown(3))])
     runner.close()
     assert isinstance(failed, RewardFailure)

@@ -58,7 +58,7 @@ class Halting(MemoryTarget):
 
     def write(self, name, bits):
         self.writing.set()
-        self.go.wait(20)
+        self.go.wait(240)
         if self.fails:
             raise SyncError("no such memory")
         super().write(name, bits)
@@ -79,7 +79,7 @@ def test_a_commit_under_way_is_no_failure(line):
     assert follower.status == "behind"
     publisher.publish(history(0)[0], 0)
     follower.wake()
-    assert target.writing.wait(20)
+    assert target.writing.wait(240)
     assert (target.version, follower.status) == (TORN, "behind")
     target.go.set()
     follower.wait_for(0, 20)
