@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlloop.rollout.engine import graphs
 from rlloop.rollout.engine.graph_forms import decode_forms, prompt_forms
 
 pytest.importorskip("triton", reason="the module has Triton's kernels")
@@ -121,3 +122,16 @@ def test_a_shape_is_tried_in_parts(monkeypatch, wrong):
     agrees = linear.vendor_agrees(256, N, K, torch.bfloat16, torch.float32, 0)
     assert agrees == (wrong is None)
     assert made == ([256, 100] if wrong == 0 else [256, 100, 100, 56])
+
+
+def test_a_gated_product_for_peers_stays_on_one_stream_in_a_recorded_step(monkeypatch):
+    """Without a GPU there is no other stream, so to take one would raise an error."""
+    from rlloop.numerics.kernels.triton import peers
+
+    written, rows = [], graphs.MOST_TOKENS
+    monkeypatch.setattr(peers, "few_rows_gated", lambda *products: None)
+    monkeypatch.setattr(peers, "product", lambda x, *rest: x)
+    monkeypatch.setattr(peers, "write", lambda x, at, stride, gate, first: written.append((len(x), len(gate), first)))
+    x, weight, _ = drawn(rows)
+    peers.gated_linear_into(x, weight, weight, x, torch.zeros(2, dtype=torch.int64))
+    assert written == [(rows, rows, 0)]

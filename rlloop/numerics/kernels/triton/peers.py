@@ -34,7 +34,9 @@ __all__ = [
     "write_chosen",
 ]
 NUMBERS = 4096  # that a program copies at a time
-SPLIT_ROWS = 2048  # from here on half of the rows of a gated product travel while the other half is multiplied
+# Of more rows half of a gated product's travel while the other half is multiplied. No step that is recorded as a CUDA
+# graph has more, so that those stay on one stream.
+WHOLE_ROWS = 2048
 SENDERS = 32  # programs that send the first half: enough for most of NVLink's bandwidth, and few multiprocessors
 
 
@@ -158,18 +160,16 @@ def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, addresse
     def made(rows: Tensor) -> tuple[Tensor, Tensor]:
         return product(rows, up, None, x.dtype), product(rows, gate, None, x.dtype)
 
-    split = len(x) // 2 // STEPS[1] * STEPS[1] if len(x) >= SPLIT_ROWS else 0
+    split = len(x) // 2 // STEPS[1] * STEPS[1] if len(x) > WHOLE_ROWS else 0
     if split:
         first, main, side = made(x[:split]), torch.cuda.current_stream(), _side_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             write(first[0], addresses, out.stride(0), first[1], programs=SENDERS)
-        for each in first:
-            each.record_stream(side)
     last = made(x[split:])
     write(last[0], addresses, out.stride(0), last[1], split)
     if split:
-        main.wait_stream(side)
+        main.wait_stream(side)  # before the memory of `first` is another's
 
 
 @functools.cache
