@@ -54,6 +54,8 @@ def sampled(model: dict[str, Any], degrees: dict[str, int] | None, whole: bool =
         ahead = dict(engine._graphs._recorded)
         if count != len(ahead) or len({tuple(each) for each in context.ranks("world").gather_objects([*ahead])}) != 1:
             wrong = "ranks recorded other steps"
+        if any(form.tokens for form in ahead) != (degrees == CASES[0][0]):
+            wrong += " steps with prompts were recorded where they cannot be, or recording them failed"
         engine.sleep()
     half = slice(None) if whole else slice(context.rank, None, 2)
     made = [[bits(each) for each in engine.generate(prompts[half], how[half])] for prompts, how in works()]
