@@ -28,7 +28,7 @@ from typing import Any, Self
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 # Arguments of a run that measures a part of its table.
-PARTS = ("--only", "--cells", "--seconds", "--shape", "--rows", "--layers")
+PARTS = ("--only", "--models", "--lrs", "--cells", "--seconds", "--shape", "--rows", "--layers")
 
 
 @dataclass(frozen=True, kw_only=True)

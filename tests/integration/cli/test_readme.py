@@ -112,6 +112,7 @@ def test_a_run_of_one_part_keeps_the_others_figures(tmp_path, monkeypatch):
     recorded([], dense=1, dense_k3=1, moe=1)
     assert recorded(["--only", "moe"], moe=2, moe_k3=2) == [("dense", 1), ("dense_k3", 1), ("moe", 2), ("moe_k3", 2)]
     assert recorded(["--only=dense"], dense=3, dense_k3=3)[:3] == [("dense", 3), ("dense_k3", 3), ("moe", 2)]
+    assert recorded(["sizes", "--models", "moe"], moe=5)[2] == ("moe", 5)
     assert recorded([], dense=4) == [("dense", 4)]
 
 
