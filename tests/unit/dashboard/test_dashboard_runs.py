@@ -28,6 +28,45 @@ def test_runs_are_found_at_any_depth_and_nothing_else_is(tmp_path):
     assert find_runs(tmp_path / "a") == ["."]
 
 
+def test_runs_behind_links_are_found_once(tmp_path):
+    root, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    write_run(root / "b", 1)
+    write_run(elsewhere / "one", 1)
+    write_run(elsewhere / "study" / "late" / "seed=0", 1)
+    write_run(elsewhere / "study" / "late" / "deeper" / "run", 1)
+    (root / "a").symlink_to(root / "b")  # the same run: found under its own name
+    (root / "one").symlink_to(elsewhere / "one")
+    (root / "study").symlink_to(elsewhere / "study")
+    assert find_runs(root) == ["b", "one", "study/late/seed=0"]
+    runs = Runs(root)
+    assert [run.overview()["step"] for run in runs.find()] == [1, 1, 1]
+    (tmp_path / "all").symlink_to(root)
+    assert find_runs(tmp_path / "all") == ["b", "one", "study/late/seed=0"]
+
+
+def test_links_that_lead_nowhere_or_back_end(tmp_path):
+    write_run(tmp_path / "runs" / "below" / "a", 1)
+    (tmp_path / "runs" / "below" / "up").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs" / "self").symlink_to("self")
+    (tmp_path / "runs" / "gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "y").symlink_to(tmp_path / "runs" / "z")
+    (tmp_path / "runs" / "z").symlink_to(tmp_path / "x")
+    assert find_runs(tmp_path / "runs") == ["below/a"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives links to another user")
+def test_a_link_of_another_user_shows_only_what_is_theirs(tmp_path):
+    root, stranger = tmp_path / "runs", 54321
+    root.mkdir()
+    for name in ("mine", "theirs"):
+        write_run(tmp_path / name, 1)
+        (root / name).symlink_to(tmp_path / name)
+        os.lchown(root / name, stranger, stranger)
+    os.chown(tmp_path / "theirs", stranger, stranger)
+    assert find_runs(root) == ["theirs"]
+
+
 def test_an_id_is_no_path(tmp_path):
     write_run(tmp_path / "runs" / "a", 1)
     write_run(tmp_path / "secret", 1)
