@@ -11,6 +11,9 @@ A user's mistake is a `ValueError`, raised before any work starts, whose message
 and what to change. A broken invariant of rlloop's own is an `assert`.
 """
 
+import difflib
+from collections.abc import Iterable
+
 import msgspec
 
 # Errors of decoders for invalid bytes: text that is not UTF-8 and integers of thousands of digits are ValueErrors, and
@@ -50,3 +53,11 @@ class ParityError(RlloopError):
 
 class SyncError(RlloopError):
     """A version of the weights could not be published, fetched or applied. The old version goes on serving."""
+
+
+def did_you_mean(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
+    """` (did you mean X?)`, for the end of a message: the `count` names nearest to `name`, whatever their letters'
+    case; nothing where none is near."""
+    by_lower = {each.lower(): each for each in known}
+    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower, count, cutoff)]
+    return f" (did you mean {', '.join(near)}?)" if near else ""

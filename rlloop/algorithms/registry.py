@@ -19,7 +19,7 @@ from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import best_of_groups, groups_with_signal, overlong_penalty
 from rlloop.config.algorithm import AlgorithmConfig, Anchor
 from rlloop.config.instantiate import accepts, resolve
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 
 StepAdvantages = Callable[
     [Sequence[float], Sequence[int], Sequence[int], Sequence[float] | None], tuple[list[float], list[bool]]
@@ -182,14 +182,16 @@ def _checked(loss: Loss, path: str) -> Loss:
 
 def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args: dict[str, Any]) -> Any:
     if name not in registry:
-        hint = f". A dotted path is the value of algorithm.{kind}._target_" if "." in name else ""
+        dotted = f". A dotted path is the value of algorithm.{kind}._target_"
+        hint = dotted if "." in name else did_you_mean(name, registry)
         raise ConfigError(f"there is no {kind} {name!r}; there are {', '.join(registry)}{hint}")
     function = registry[name]
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
     hints = get_type_hints(function)
     for key, value in args.items():
         if key not in parameters:
-            raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {', '.join(parameters) or 'none'}")
+            has = (", ".join(parameters) or "none") + did_you_mean(key, parameters)
+            raise ConfigError(f"{kind} {name} has no argument {key!r}; it has {has}")
         _check(f"{kind} {name}: {key}", key, value, hints[key])
     values = {n: p.default for n, p in parameters.items()} | args
     if {"low", "high"} <= values.keys() and values["low"] >= values["high"]:

@@ -11,7 +11,9 @@ import re
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
+
+from rlloop.errors import did_you_mean
 
 COMPLETING = "_ARGCOMPLETE"  # of the environment: a shell asks for completions; number of words before the arguments
 
@@ -20,7 +22,7 @@ LEAST = 24  # characters of a second column; a narrower one stands under what it
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with shell completion."""
+    """An `ArgumentParser` with shell completion, whose errors name the choice or option nearest to an unknown one."""
 
     _answering = False  # argcomplete parses the words so far with this same parser
 
@@ -31,6 +33,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_intermixed_args(self, *args: Any, **settings: Any) -> Any:
         self._answer()  # before this hides the positional arguments
         return super().parse_known_intermixed_args(*args, **settings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and unknown.startswith("--"):
+            message += did_you_mean(re.split("[ =]", unknown)[0], self._option_string_actions)
+        super().error(message)
 
     def _answer(self) -> None:
         """Print completions and end the process, where a shell asks for them."""

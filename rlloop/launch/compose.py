@@ -36,7 +36,7 @@ from rlloop.algorithms.presets import PRESETS
 from rlloop.config.fleet import FleetConfig, FleetKind
 from rlloop.config.run import RunConfig
 from rlloop.config.tasks import REWARDS, TASKS
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 from rlloop.launch.inherit import inherited
 
 FREE = (
@@ -78,10 +78,9 @@ def find_recipe(name: str) -> tuple[Path, str]:
     if recipe is not None:
         return recipe
     have = recipes.available()
-    near = difflib.get_close_matches(name, have, n=1)
     listed = "\n".join(f"  {known}  ({file})" for known, file in have.items()) or "  (none)"
     looked = " and ".join(map(str, recipes.folders()))
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    hint = did_you_mean(name, have)
     raise ConfigError(f"there is no recipe {name!r}{hint}. Recipes are looked for in {looked}. There are:\n{listed}")
 
 
@@ -171,8 +170,7 @@ def _choose_task(composed: DictConfig, name: str, of_task: Sequence[str], rest: 
     """Puts the group's entry in place of the recipe's `task`, and its reward in place of the recipe's where none is
     set by an override. Raises `ConfigError` for an unknown name or key."""
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = did_you_mean(name, TASKS)
         raise ConfigError(f"task is {name!r}; it must be one of {', '.join(TASKS)}{hint}")
     sections = {"task": TASKS[name]}
     if name in REWARDS and not any(text.lstrip("+~").startswith("reward") for text in rest):
@@ -301,7 +299,10 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
         return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
     if override is not None and "is not Optional" in str(cause):
         return f"{override!r}: {key} cannot be null"
-    return f"{override or folder / f'{stem}.yaml'}: {_first_lines(cause)}"
+    text = _first_lines(cause)
+    if member := re.search(r"Invalid value '([^']*)', expected one of \[(.*)\]", text):
+        text += did_you_mean(member[1], member[2].split(", "))
+    return f"{override or folder / f'{stem}.yaml'}: {text}"
 
 
 def _explain_missing(error: MissingConfigException, folder: Path) -> str:
@@ -309,10 +310,7 @@ def _explain_missing(error: MissingConfigException, folder: Path) -> str:
     options = list(error.options or [])
     if not group or not options:
         return _first_lines(error)
-    near = difflib.get_close_matches(name, options, n=1)
-    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + (
-        f" (did you mean {near[0]}?)" if near else ""
-    )
+    return f"{group} is {name!r}; it must be one of {', '.join(options)}" + did_you_mean(name, options)
 
 
 def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from rlloop import recipes
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,11 @@ def _base(file: Path, entry: str) -> Path | None:
     if entry.startswith("/"):
         location = recipes.find(entry[1:])
         if location is None:
-            listed = ", ".join(recipes.available())
-            raise ConfigError(f"{file}: there is no recipe {entry[1:]!r} to begin with; there are {listed}")
+            have = recipes.available()
+            raise ConfigError(
+                f"{file}: there is no recipe {entry[1:]!r} to begin with; there are {', '.join(have)}"
+                f"{did_you_mean(entry[1:], have)}"
+            )
         return (location[0] / f"{location[1]}.yaml").resolve()
     beside = file.parent / f"{entry}.yaml"
     return beside.resolve() if beside.is_file() else None

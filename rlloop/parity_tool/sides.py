@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 from rlloop.models import Model, RoutingRecord, load_model
 from rlloop.models.config_reader import read_json
 from rlloop.models.logits_processing import warp_for
@@ -179,12 +179,14 @@ def parse_profile(text: str) -> NumericsProfile:
     """A preset with changed knobs: `huggingface`, or `rlloop,linear=stock,expert_combine=bf16_each`."""
     preset, *changes = text.split(",")
     if preset not in IMPLEMENTATIONS:
-        raise ConfigError(f"profile {preset!r} is not known; presets are {', '.join(IMPLEMENTATIONS)}")
+        hint = did_you_mean(preset, IMPLEMENTATIONS)
+        raise ConfigError(f"profile {preset!r} is not known; presets are {', '.join(IMPLEMENTATIONS)}{hint}")
     profile, knobs = NumericsProfile.preset(preset), [*NumericsProfile.operations(), *SETTINGS]
     for change in changes:
         knob, _, value = change.partition("=")
         if knob not in knobs:
-            raise ConfigError(f"profiles have no knob {knob!r}; knobs are {', '.join(knobs)}")
+            hint = did_you_mean(knob, knobs)
+            raise ConfigError(f"profiles have no knob {knob!r}; knobs are {', '.join(knobs)}{hint}")
         if not allows(knob, value):
             raise ConfigError(f"{knob} is {value!r}; allowed are {choices(knob)}")
         try:

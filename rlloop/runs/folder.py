@@ -35,7 +35,7 @@ import yaml
 import zstandard
 
 from rlloop.config.resume import refuse_other_run
-from rlloop.errors import UNREADABLE, RunError
+from rlloop.errors import UNREADABLE, RunError, did_you_mean
 from rlloop.runs.journal import (
     ROTATED,
     Journal,
@@ -260,7 +260,8 @@ def write_whole(file: Path, content: bytes, *, durable: bool = True) -> None:
 def require_run(path: Path) -> Path:
     """Returns `path`. Raises `RunError` if it is not a run's folder."""
     if not path.is_dir():
-        raise RunError(f"there is no run {path}: " + ("it is a file" if path.exists() else "no such folder"))
+        hint = did_you_mean(path.name, (file.parent.name for file in path.parent.glob("*/config.yaml")))
+        raise RunError(f"there is no run {path}: " + ("it is a file" if path.exists() else f"no such folder{hint}"))
     if not (path / "config.yaml").is_file():
         inside = sorted(file.parent for file in path.glob("*/config.yaml"))
         hint = f"; it holds the runs {', '.join(run.name for run in inside)}" if inside else ""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 from rlloop.runs.alerts import AlertSink
 
 if TYPE_CHECKING:
@@ -360,12 +360,13 @@ def check_sinks(config: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for unknown sinks, unknown options and missing packages, before a run starts."""
     for name, options in config.items():
         if name not in SINKS:
-            raise ConfigError(f"sinks.{name} is unknown; there are {', '.join(SINKS)}")
+            raise ConfigError(f"sinks.{name} is unknown; there are {', '.join(SINKS)}{did_you_mean(name, SINKS)}")
         allowed = list(inspect.signature(SINKS[name]).parameters)[2:]
         for option in options or {}:
             if option not in allowed:
                 raise ConfigError(
                     f"sinks.{name}.{option} is unknown; {name} takes {', '.join(allowed) or 'no options'}"
+                    f"{did_you_mean(option, allowed)}"
                 )
         _require(name)
         if name == "alerts":

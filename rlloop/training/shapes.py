@@ -8,7 +8,6 @@ mean the same.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 from rlloop.models.config import parse_config
 from rlloop.parallel.layout import Layout
 from rlloop.training.memory import DTYPES, GIB, layouts, predict, preference
@@ -76,8 +75,8 @@ def resolve_training_profile(
     """
     known = _shapes(files)
     if shape_id not in known:
-        near = difflib.get_close_matches(shape_id, known, n=3, cutoff=0.4) or sorted(known)[:3]
-        raise ConfigError(f"there is no training shape {shape_id!r}; did you mean {', '.join(near)}? See rlloop shapes")
+        hint = did_you_mean(shape_id.rpartition("/")[2], known, count=3, cutoff=0.4)  # of Qwen/Qwen3-8B, the model
+        raise ConfigError(f"there is no training shape {shape_id!r}{hint}; rlloop shapes lists all {len(known)}")
     shape = known[shape_id]
     count = shape.accelerator_count if gpus is None else gpus
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST:

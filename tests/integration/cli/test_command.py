@@ -187,7 +187,7 @@ def test_profiles_by_name() -> None:
     assert parse_profile("rlloop,expert_combine=bf16_each").holds_contract
     for wrong, named in (
         ("fast", "profile 'fast'.*rlloop"),
-        ("rlloop,linaer=stock", "no knob 'linaer'"),
+        ("rlloop,linaer=stock", r"no knob 'linaer'.*\(did you mean linear\?\)"),
         ("rlloop,linear=slow", "linear is 'slow'"),
     ):
         with pytest.raises(ConfigError, match=named):

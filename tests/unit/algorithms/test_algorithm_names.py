@@ -59,6 +59,7 @@ def test_arguments_reach_the_loss():
         (get_loss, "mine.loss", {}, r"bradley_terry. A dotted path is the value of algorithm.loss._target_"),
         (get_advantage, "std", {}, "no advantage 'std'; there are group_norm, group_mean"),
         (get_loss, "grpo", {"clip": 0.2}, "loss grpo has no argument 'clip'; it has clip_low, clip_high"),
+        (get_loss, "grpo", {"clip_hgih": 0.2}, "kl, entropy_coef (did you mean clip_high"),
         (get_loss, "sft", {"kl_coef": 0.2}, "loss sft has no argument 'kl_coef'; it has none"),
         (get_loss, "grpo", {"clip_low": -0.2}, "clip_low is -0.2; it must be a number from 0 to 1"),
         (get_loss, "grpo", {"clip_low": "0.2"}, "clip_low is '0.2'; it must be a number"),

@@ -298,6 +298,8 @@ def test_what_is_no_run_is_refused_by_name(tmp_path):
     with pytest.raises(RunError, match="seed=0"):
         require_run(tmp_path / "sweep")
     assert require_run(tmp_path / "sweep" / "seed=0")
+    with pytest.raises(RunError, match=r"no such folder \(did you mean seed=0\?\)"):
+        require_run(tmp_path / "sweep" / "sed=0")
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.0])
