@@ -137,12 +137,11 @@ def pass_or_fail(rewards: Iterable[tuple[float, float]]) -> bool:
     """True if completions pass or fail, so that pass@1 says something, as far as `rewards` tell: (mean reward, fraction
     solved) of steps and evaluations, or (reward, solved) of completions.
 
-    Something was solved, or nothing had a reward; and no reward is above 1, which is what a plain number needs to count
-    as solved. Else rewards are continuous, or nothing has been solved yet: their mean says more.
+    Something was solved, and no reward is above 1, which is what a plain number needs to count as solved. Else rewards
+    are continuous, or nothing has been solved yet: their mean says more. True where nothing is known.
     """
-    given = [pair for pair in rewards if not any(map(math.isnan, pair))]
-    passed = any(solved > 0 for _, solved in given) or all(reward == 0 for reward, _ in given)
-    return passed and all(reward <= 1 for reward, _ in given)
+    known = [pair for pair in rewards if not any(map(math.isnan, pair))]
+    return not known or (any(solved > 0 for _, solved in known) and all(reward <= 1 for reward, _ in known))
 
 
 def outcomes(metrics: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -150,6 +149,22 @@ def outcomes(metrics: Mapping[str, Any]) -> list[tuple[float, float]]:
     names = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
     pairs = [tuple(metrics.get(name) for name in pair) for pair in names]
     return [(reward, solved) for reward, solved in pairs if reward is not None and solved is not None]
+
+
+# What a run on given completions (recipe `offline`) has of each step in place of rewards, with its label.
+OBJECTIVE = {
+    "loss/total": "loss",
+    "loss/reward_accuracy": "preference accuracy",
+    "loss/reward_margin": "reward margin",
+    "loss/reward_good": "reward of good ones",
+    "loss/reward_bad": "reward of bad ones",
+}
+
+
+def held_out_names(given: str | None) -> tuple[str, str]:
+    """What `eval/reward` and `eval/solved` are called. `given`: the kind of given completions, if a run's are; a reward
+    model (verdicts) is evaluated by pairs."""
+    return ("margin", "preference accuracy") if given == "verdicts" else ("reward", "pass@1")
 
 
 class Sink(Protocol):

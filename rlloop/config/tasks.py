@@ -5,6 +5,7 @@ Without it the recipe's inline section is used. A recipe's folder `task/` with Y
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _ROOM = {"max_tokens": "${rollout.max_tokens}", "max_sequence_tokens": "${trainer.max_batch_tokens}"}
@@ -38,3 +39,10 @@ REWARDS: dict[str, dict[str, Any]] = {
     "verifiers": {"_target_": "rlloop.rewards.episode.episode_reward"},
     "reasoning_gym": {"_target_": "rlloop.tasks.reasoning_gym_tasks.reward"},
 }
+
+
+def given_kind(config: Mapping[str, Any]) -> str | None:
+    """`task.kind` of a run on given completions (recipe `offline`): demonstrations, preferences or verdicts; None of
+    other runs. Rewards in training are then the task's own constants. `config`: flat, dotted key -> value."""
+    is_given = str(config.get("task._target_")).endswith("recipes.offline.task.Given")
+    return str(config.get("task.kind")) if is_given else None

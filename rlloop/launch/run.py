@@ -18,7 +18,9 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from rlloop.config.fleet import FleetKind
+from rlloop.config.resume import flatten
 from rlloop.config.run import Launch, RunConfig
+from rlloop.config.tasks import given_kind
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
 from rlloop.launch.garbage import collect_rarely
@@ -62,6 +64,11 @@ class Job:
     reward: Callable[..., Any] | None = None  # the function itself, for callers from Python
     callbacks: Sequence[Any] = ()  # objects with any of on_start(run), on_step(step, metrics), on_end(run)
 
+    @property
+    def given(self) -> str | None:
+        """The kind of given completions, of a run that trains on such."""
+        return given_kind(flatten(self.plain))
+
 
 Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
 
@@ -94,6 +101,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         callbacks = Callbacks(job.callbacks, Run(job.folder))
+        conclude = partial(_conclude, folder, job.given)
         try:
             finished = None
             while finished is None:
@@ -112,7 +120,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             if error.exit_code == 2 and folder.discard():  # refused before anything was recorded
                 raise
             folder.log(f"stopped: {error}")
-            _conclude(folder, "parity broken" if isinstance(error, ParityError) else "failed")
+            conclude("parity broken" if isinstance(error, ParityError) else "failed")
             if isinstance(error, EngineDied) and error.started:
                 again = f"To resume from the last checkpoint, in this or another layout: {_again(job, leader)}"
                 error.args = (f"{error}. {again}",)
@@ -121,31 +129,31 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             if not _is_full(error):
                 closed = "the output was closed, as by `| head`; the same command resumes the run"
                 folder.log(f"stopped: {closed if isinstance(error, BrokenPipeError) else error}")
-                _conclude(folder, "failed")
+                conclude("failed")
                 raise
             raise RlloopError(
                 f"{job.folder} cannot grow: {error}. Make room; to resume: {_again(job, leader)}"
             ) from error
         except NotFinite as error:
             folder.log(f"stopped: {error}")
-            _conclude(folder, "failed")
+            conclude("failed")
             raise RlloopError(
                 f"{job.folder}: training has diverged: {error}. Train again in a new run.dir with a lower trainer.lr "
                 "or trainer.grad_clip"
             ) from error
         except Exception as error:  # a defect, of rlloop or of a recipe's own code: its traceback is printed
             folder.log(f"stopped: {type(error).__name__}: {error}")
-            _conclude(folder, "failed")
+            conclude("failed")
             raise
         if not finished:
             folder.log(callbacks.reason or "interrupted")
-            _conclude(folder, "interrupted")
+            conclude("interrupted")
             callbacks.end()
             say(f"{callbacks.reason or 'Interrupted'}. To resume: {_again(job, leader)}")
             return STOPPED if callbacks.reason else INTERRUPTED
-        summary = _conclude(folder, "finished")
+        summary, records = conclude("finished")
         callbacks.end()
-        print_summary(console, folder.path, summary)
+        print_summary(console, folder.path, summary, records, job.given)
         return 0
 
 
@@ -208,7 +216,7 @@ def _drive(
         changed = note_reward(folder, prepared.scorer.reward, start)
         certificate.note(reward=reward_digest(prepared.scorer.reward))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
-        progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start))
+        progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start, job.given))
         progress.recall(read_records(folder.metrics.path) if start else ())
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
         if changed is not None:
@@ -231,16 +239,16 @@ def _drive(
     return last >= config.trainer.num_steps
 
 
-def _conclude(folder: RunFolder, status: str) -> dict[str, Any]:
-    """summary.json and curve.png, from the records."""
+def _conclude(folder: RunFolder, given: str | None, status: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """summary.json and curve.png, from the records. Returns the summary and the records."""
     from rlloop.runs.plots import draw  # matplotlib takes a second to import: not at start-up
 
     metrics = list(read_records(folder.metrics.path))
     summary = summarize(metrics, status)
     if metrics:
-        draw({folder.path.name: metrics}, folder.path / "curve.png")
+        draw({folder.path.name: metrics}, folder.path / "curve.png", given)
     folder.write_json("summary.json", summary)
-    return summary
+    return summary, metrics
 
 
 def _is_full(error: Exception) -> bool:

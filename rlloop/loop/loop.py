@@ -271,6 +271,8 @@ class Loop:
         outcomes = outcomes_of(self.parts.scorer, samples)
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if failed:
+            self.folder.log(f"{len(failed)} of {len(samples)} held-out samples failed, first: {failed[0]}")
         if not results:
             raise RewardsFailed(f"every one of {len(failed)} held-out samples failed; first: {failed[0]}")
         return results, failed

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlloop.metrics import outcomes, pass_or_fail
+from rlloop.metrics import OBJECTIVE, held_out_names, outcomes, pass_or_fail
 
 PLAIN_EVERY = 2.0  # seconds between plain lines, except for evaluations
 LIVE_EVERY = 0.1  # seconds between updates of the panel
@@ -33,13 +33,15 @@ class Output(Console):
 class Progress:
     """Shows a loop's progress. Use as a context manager, which restores the terminal."""
 
-    def __init__(self, console: Console, title: str, num_steps: int, start: int) -> None:
-        self.console, self.title, self.num_steps = console, title, num_steps
+    def __init__(self, console: Console, title: str, num_steps: int, start: int, given: str | None = None) -> None:
+        """`given`: of a run on given completions, their kind (`rlloop.config.tasks.given_kind`)."""
+        self.console, self.title, self.num_steps, self.given = console, title, num_steps, given
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._first, self._began = start, time.monotonic()
         self._shown = 0.0
         self._tokens = self._different = 0
         self._sampled = self._rejected = 0
+        self._drawn = self._undrawn = 0  # held-out completions, and those of them that were rejected
         self._held_out: list[tuple[float, float]] = []  # (pass@1, reward) of each evaluation
         self._outcomes: list[tuple[float, float]] = []  # (mean reward, fraction solved) of every step and evaluation
 
@@ -65,9 +67,12 @@ class Progress:
     def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
             self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
-        self._outcomes += outcomes(metrics)
+        held_out = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        self._outcomes += outcomes(held_out if self.given else metrics)
         self._sampled += metrics.get("ledger/sampled", 0)
         self._rejected += metrics.get("ledger/rejected", 0)
+        self._undrawn += metrics.get("eval/rejected", 0)
+        self._drawn += metrics.get("eval/draws", 0) + metrics.get("eval/rejected", 0)
         tokens = metrics.get("parity/tokens", 0)
         self._tokens += tokens
         self._different += round(tokens * metrics.get("parity/tokens_different", 0.0))
@@ -88,25 +93,30 @@ class Progress:
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:
-        facts, passes = [], pass_or_fail(self._outcomes)
-        if "reward/mean" in metrics:
+        facts, passes = [], self.given == "verdicts" or pass_or_fail(self._outcomes)
+        reward, solves = held_out_names(self.given)
+        if self.given:
+            facts = [f"{label} {metrics[name]:.3f}" for name, label in OBJECTIVE.items() if name in metrics]
+        elif "reward/mean" in metrics:
             facts.append(f"reward {metrics['reward/mean']:.3f}")
             facts += [f"pass@1 {metrics['reward/solved']:.3f}"] if passes else []
         solved, rewards = ([each[index] for each in self._held_out] for index in (0, 1))
         if rewards != solved or (solved and not passes):  # a reward that is more than solved or not
-            facts.append(f"held-out reward {_course(rewards)}")
+            facts.append(f"held-out {reward} {_course(rewards)}")
         if solved and passes:
-            facts.append(f"held-out {'pass@1 ' if rewards != solved else ''}{_course(solved)}")
-        if self._rejected:  # the numbers before are of the others
-            facts.append(f"{self._rejected:,} of {self._sampled:,} rejected, see run.log")
+            facts.append(f"held-out {f'{solves} ' if rewards != solved else ''}{_course(solved)}")
+        counts = (self._rejected, self._sampled, ""), (self._undrawn, self._drawn, "held-out ")
+        if rejected := [f"{count:,} of {all:,} {kind}rejected" for count, all, kind in counts if count]:
+            facts.append(f"{', '.join(rejected)}, see run.log")  # the numbers before are of the others
         return "  ".join(facts)
 
     def _work(self, step: int, metrics: Mapping[str, Any]) -> str:
         facts = []
         if "parity/k3" in metrics:
             facts.append(f"KL {short(metrics['parity/k3'])} ({self._different:,} of {self._tokens:,} tokens differ)")
-        if "perf/rollout_tokens_per_s" in metrics:
-            facts.append(f"{metrics['perf/rollout_tokens_per_s']:,.0f} tokens/s")
+        speed = f"perf/{'trainer' if self.given else 'rollout'}_tokens_per_s"
+        if speed in metrics:
+            facts.append(f"{metrics[speed]:,.0f} tokens/s")
         if self._first < step < self.num_steps:
             left = (time.monotonic() - self._began) / (step - self._first) * (self.num_steps - step)
             facts.append(f"eta {clock(left)}")
@@ -117,24 +127,49 @@ def _course(values: Sequence[float]) -> str:
     return f"{values[0]:.3f}" + (f" -> {values[-1]:.3f}" if len(values) > 1 else "")
 
 
-def print_summary(console: Console, folder: Path, summary: Mapping[str, Any]) -> None:
-    """One screen: results, train-inference KL, and the paths of the records."""
+def print_summary(
+    console: Console,
+    folder: Path,
+    summary: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]] = (),
+    given: str | None = None,
+) -> None:
+    """One screen: results, train-inference KL, and the paths of the records. `given`: as of `Progress`."""
+
+    def series(name: str) -> list[float]:
+        return [record[name] for record in records if record.get(name) is not None]
+
     table = Table(
         title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    best = [summary[name].get("best") for name in ("eval/reward", "eval/solved", "reward/mean")]
-    passes = None in best[:2] or pass_or_fail([(max(best[0], best[2] or best[0]), best[1])])
+    means = [summary[name].get("best") for name in (["eval/reward"] if given else ["eval/reward", "reward/mean"])]
+    best, solved = [mean for mean in means if mean is not None], summary["eval/solved"].get("best")
+    passes = given == "verdicts" or means[0] is None or solved is None or pass_or_fail([(max(best), solved)])
     graded = not passes or summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
-    courses = {"eval/solved": "pass@1, held-out", "eval/reward": "reward, held-out", "reward/mean": "reward, training"}
-    for name, label in courses.items():
-        if summary[name] and {"eval/solved": passes, "eval/reward": graded}.get(name, True):
+    reward, solves = held_out_names(given)
+    courses = {
+        "eval/solved": (f"{solves}, held-out", passes),
+        "eval/reward": (f"{reward}, held-out", graded),
+        "reward/mean": ("reward, training", not given),
+    }
+    for name, (label, shown) in courses.items():
+        if summary[name] and shown:
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))
+    for name, label in OBJECTIVE.items() if given else ():
+        if values := series(name):
+            table.add_row(f"{label}, training", f"{values[0]:.3f} -> {values[-1]:.3f}")
     parity, ledger = summary["parity"], summary["ledger"]
     table.add_row("train-inference KL", f"at most {short(parity['k3_max'])} in any step")
     table.add_row("tokens that differ", f"{parity['tokens_different']:,} of {parity['tokens']:,}")
-    table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count))
+    counts = {name: count for name, count in ledger.items() if count}
+    if given:
+        counts = {name: count for name, count in counts.items() if name not in ("sampled", "accepted")}
+    table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    if undrawn := int(sum(series("eval/rejected"))):
+        drawn = undrawn + int(sum(series("eval/draws")))
+        table.add_row("held-out completions", f"{drawn:,} sampled, {undrawn:,} rejected, see run.log")
     table.add_row("time in steps", clock(summary["seconds"]))
     console.print(table)
     for name in ("curve.png", "metrics.jsonl", "parity.jsonl", "rollouts"):  # below the table, which would break them

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rlloop.metrics import outcomes, pass_or_fail
+from rlloop.metrics import held_out_names, outcomes, pass_or_fail
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -27,11 +27,25 @@ PANELS = (
 )
 
 
-def draw(runs: Mapping[str, Records], file: Path) -> None:
-    """Curves of one or several runs, by name, as a PNG."""
+def _given_panels(given: str) -> list[tuple[str, str | None, str | None]]:
+    """Of a run on given completions, which has losses in place of rewards."""
+    accuracy, held_out = "loss/reward_accuracy", (held_out_names(given)[1], "eval/solved")
+    panels = (
+        [(*held_out, accuracy)] if given == "verdicts" else [("preference accuracy", None, accuracy), (*held_out, None)]
+    )
+    return [("loss", None, "loss/total"), *panels, PANELS[-1]]
+
+
+def draw(runs: Mapping[str, Records], file: Path, given: str | None = None) -> None:
+    """Curves of one or several runs, by name, as a PNG. `given`: the kind of given completions, if theirs are."""
     passes = any(pass_or_fail(pair for record in records for pair in outcomes(record)) for records in runs.values())
     panels = [panel for panel in PANELS if passes or panel[0] != "pass@1"]
-    figure = Figure(figsize=(12, 3.6))  # margins given: a layout engine would take most of the drawing's time
+    if given:
+        recorded = {name for records in runs.values() for record in records for name in record}
+        panels = [panel for panel in _given_panels(given) if not recorded.isdisjoint(panel[1:])]
+    figure = Figure(
+        figsize=(max(12, 4 * len(panels)), 3.6)
+    )  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
     for axes, (title, main, training) in zip(figure.subplots(1, len(panels), gridspec_kw=margins), panels, strict=True):
@@ -41,8 +55,8 @@ def draw(runs: Mapping[str, Records], file: Path) -> None:
             if training is not None:
                 label = " ".join(filter(None, (name, "training, running mean")))
                 beneath(axes, _points(records, training), colour, label)
-            if points := _points(records, main):
-                label = " ".join(filter(None, (name, "held-out" if training else "")))
+            if main is not None and (points := _points(records, main)):
+                label = " ".join(filter(None, (name, "held-out" if main.startswith("eval/") else "")))
                 style = {"marker": "o" if len(points) < 30 else None, "markersize": 3, "linewidth": 1.6}
                 axes.plot(*zip(*points, strict=True), DASHES[index % len(DASHES)], color=colour, label=label, **style)
         axes.set(title=title, xlabel="step")

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlloop.config.resume import flatten, with_defaults
+from rlloop.config.tasks import given_kind
+from rlloop.metrics import held_out_names, outcomes, pass_or_fail
 from rlloop.runs.folder import read_config, read_records
 
 NOT_OF_THE_ARM = ("seed", "run.dir")
@@ -58,6 +60,34 @@ class Run:
 class Arm:
     name: str
     runs: list[Run]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What runs are compared by: the name of a held-out metric, and the metric of the trainer's weights and of an
+    engine that differs."""
+
+    name: str
+    metric: str
+    engine_metric: str
+
+
+PASS = HeldOut("pass@1", "eval/solved", "eval/engine_solved")
+
+
+def held_out_of(arms: Sequence[Arm]) -> HeldOut:
+    """pass@1 where a run's completions pass or fail, else the mean reward; of reward models, the order of pairs."""
+    runs = [run for arm in arms for run in arm.runs]
+    if {given_kind(run.config) for run in runs} == {"verdicts"}:
+        return HeldOut(held_out_names("verdicts")[1], PASS.metric, PASS.engine_metric)
+    if any(pass_or_fail(pair for record in run.records for pair in outcomes(record)) for run in runs):
+        return PASS
+    return HeldOut("reward", "eval/reward", "eval/engine_reward")
+
+
+def is_given(arm: Arm) -> bool:
+    """True for runs on given completions, whose rewards in training are constants."""
+    return given_kind(arm.runs[0].config) is not None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rlloop.errors import ConfigError
+from rlloop.metrics import OBJECTIVE
 from rlloop.runs.console import clock
 from rlloop.runs.folder import require_run, summarize
 from rlloop.study.analysis import (
     CONFIDENCE,
+    PASS,
     RESAMPLES,
     Arm,
     CollapseRule,
@@ -30,13 +32,14 @@ from rlloop.study.analysis import (
     differences,
     dose,
     ends,
+    held_out_of,
+    is_given,
     last_part,
     over_seeds,
     verdict_of,
 )
 
 Rows = list[tuple[str, list[str]]]  # (label, a cell for each arm)
-SOLVED = "eval/solved"
 SIDE_BY_SIDE = 4  # more arms than this become rows of the page's tables
 LABEL, CELL = 28, 22  # widths of a printed table's columns, in characters
 
@@ -98,13 +101,15 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
     summaries = {run.path: summarize(run.records, "") for arm in arms for run in arm.runs}
+    held_out = held_out_of(arms)
+    name, metric = held_out.name, held_out.metric
 
-    def curve(arm: Arm, name: str) -> str:
+    def curve(arm: Arm, name: str, best: bool = True) -> str:
         series = [[value for _, value in run.series(name)] for run in arm.runs if run.series(name)]
         if not series:
             return "-"
-        first, last, best = (sum(map(of, series)) / len(series) for of in (lambda s: s[0], lambda s: s[-1], max))
-        return f"{first:.3f} -> {last:.3f} (best {best:.3f})"
+        first, last, most = (sum(map(of, series)) / len(series) for of in (lambda s: s[0], lambda s: s[-1], max))
+        return f"{first:.3f} -> {last:.3f}" + (f" (best {most:.3f})" if best else "")
 
     def each(of: Any, form: str = "{:.3f}") -> list[str]:
         return [over_seeds(arm, of, form) for arm in arms]
@@ -117,13 +122,17 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         ("verdict, through the engine", [verdict_of(arm, "eval/engine_reward") for arm in arms]),
         ("seeds", [", ".join(str(run.seed) for run in arm.runs) for arm in arms]),
         ("steps", each(lambda run: summaries[run.path]["step"], "{:.0f}")),
-        ("pass@1, held-out", [curve(arm, "eval/solved") for arm in arms]),
-        ("pass@1 at the end, by seed", [_by_seed(ends(arm, SOLVED)) for arm in arms]),
-        ("pass@1 at the end, 95% interval", [_text(bootstrap([*ends(arm, SOLVED).values()])) for arm in arms]),
-        (f"its difference from {arms[0].name}", ["-", *(_text(difference(arm, arms[0], SOLVED)) for arm in arms[1:])]),
-        ("reward, held-out", [curve(arm, "eval/reward") for arm in arms]),
-        ("pass@1, held-out, through the engine", [curve(arm, "eval/engine_solved") for arm in arms]),
-        ("reward, training", [curve(arm, "reward/mean") for arm in arms]),
+        (f"{name}, held-out", [curve(arm, metric) for arm in arms]),
+        (f"{name} at the end, by seed", [_by_seed(ends(arm, metric)) for arm in arms]),
+        (f"{name} at the end, 95% interval", [_text(bootstrap([*ends(arm, metric).values()])) for arm in arms]),
+        (f"its difference from {arms[0].name}", ["-", *(_text(difference(arm, arms[0], metric)) for arm in arms[1:])]),
+        *[("reward, held-out", [curve(arm, "eval/reward") for arm in arms])][0 if held_out == PASS else 1 :],
+        (f"{name}, held-out, through the engine", [curve(arm, held_out.engine_metric) for arm in arms]),
+        ("reward, training", ["-" if is_given(arm) else curve(arm, "reward/mean") for arm in arms]),
+        *(
+            (f"{label}, training", [curve(arm, each, best=False) if is_given(arm) else "-" for arm in arms])
+            for each, label in OBJECTIVE.items()
+        ),
         ("largest train-inference KL (k3)", each(lambda run: abs(summaries[run.path]["parity"]["k3_max"]), "{:.3g}")),
         ("KL as applied: its first 20 steps", each(lambda run: doses[run.path].early, "{:.3g}")),
         ("KL as applied: until collapse or end", each(lambda run: doses[run.path].mean, "{:.3g}")),
@@ -186,7 +195,9 @@ def _write(
     curves = draw_arms(arms)
     if output.suffix == ".png":
         return _save({output: curves})
-    response = draw_doses(arms, doses)
+    held_out = held_out_of(arms)
+    dosed = [run for arm in arms for run in arm.runs if doses[run.path].largest > 0 and run.series(held_out.metric)]
+    response = draw_doses(arms, doses) if dosed else None
     names, machines = [arm.name for arm in arms], _machines(arms)
     data = {
         "rule": rules,
@@ -199,9 +210,9 @@ def _write(
             name: {
                 "runs": [{"path": str(run.path), "seed": run.seed, "dose": vars(doses[run.path])} for run in arm.runs],
                 "end": {
-                    "by seed": ends(arm, SOLVED),
-                    "pass@1": _interval(bootstrap([*ends(arm, SOLVED).values()])),
-                    "difference": _interval(difference(arm, arms[0], SOLVED)) if index else None,
+                    "by seed": ends(arm, held_out.metric),
+                    held_out.name: _interval(bootstrap([*ends(arm, held_out.metric).values()])),
+                    "difference": _interval(difference(arm, arms[0], held_out.metric)) if index else None,
                 },
                 "outcomes": {label: cells[index] for label, cells in outcomes},
                 "configuration": {label: cells[index] for label, cells in configuration},
@@ -213,7 +224,7 @@ def _write(
     files = {
         output: _page(names, outcomes, configuration, rules, machines, curves, response).encode(),
         output.with_suffix(".curves.png"): curves,
-        output.with_suffix(".dose.png"): response,
+        **({} if response is None else {output.with_suffix(".dose.png"): response}),
         output.with_suffix(".json"): (json.dumps(data, indent=1) + "\n").encode(),
     }
     return _save(files)
@@ -250,7 +261,7 @@ def _page(
     rules: str,
     machines: Sequence[str],
     curves: bytes,
-    response: bytes,
+    response: bytes | None,
 ) -> str:
     def table(rows: Rows) -> str:
         if len(names) > SIDE_BY_SIDE:
@@ -278,10 +289,12 @@ def _page(
         else "<p>Engine and trainer agreed in every bit of every run, and none collapsed.</p>",
         "<h2>Curves</h2><p>Lines are means over seeds, bands their smallest and largest. Step-wise metrics are running "
         "means over a fortieth of the run.</p>",
-        picture("reward, pass@1, KL, tokens discarded, entropy and gradient norm by step and arm", curves),
+        picture("training, held-out, KL, tokens discarded, entropy and gradient norm by step and arm", curves),
         "<h2>Dose and response</h2><p>One point a run. The dose is the KL (k3) between engine and trainer, averaged "
-        "from the first step in which it is not 0 to the collapse, or to the end where there is none.</p>",
-        picture("held-out pass@1 against KL", response),
+        "from the first step in which it is not 0 to the collapse, or to the end where there is none.</p>"
+        + picture("held-out outcome against KL", response)
+        if response is not None
+        else "",
         "<h2>Outcomes</h2><p>Means over seeds, with the smallest and the largest. In brackets: 95% intervals by a "
         f"bootstrap over seeds ({RESAMPLES:,} resamples). Differences are paired by seed. With three seeds an "
         f"interval is crude: it is their range.</p>{table(rest)}",

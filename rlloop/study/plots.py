@@ -11,12 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rlloop.runs.plots import COLOURS, DASHES, LINTHRESH
-from rlloop.study.analysis import Arm, Dose, Run, band
+from rlloop.study.analysis import Arm, Dose, Run, band, held_out_of, is_given
 
-# Title, metric, and the engine's own metric, if there is one, which is drawn dashed.
-PANELS = (
-    ("reward of the training batch", "reward/mean", None),
-    ("held-out pass@1 (dashed: through the engine)", "eval/solved", "eval/engine_solved"),
+Panel = tuple[str, str, str | None]  # title, metric, and the engine's own metric, if there is one: drawn dashed
+TRAINING: Panel = ("reward of the training batch", "reward/mean", None)
+GIVEN: Panel = ("loss of the given completions", "loss/total", None)  # whose rewards are constants
+PANELS: tuple[Panel, ...] = (
     ("train-inference KL (k3)", "parity/k3", None),
     ("tokens discarded by clipping or masking", "loss/tokens_discarded", None),
     ("entropy, nats", "loss/entropy", None),
@@ -27,11 +27,15 @@ BANDED = 8  # more arms than this are drawn without bands
 
 def draw_arms(arms: Sequence[Arm]) -> bytes:
     """All panels as a PNG: for each arm a line (mean over seeds) in a band (smallest to largest)."""
+    held_out = held_out_of(arms)
+    title = f"held-out {held_out.name} (dashed: through the engine)"
+    training = GIVEN if all(is_given(arm) for arm in arms) else TRAINING
+    panels = (training, (title, held_out.metric, held_out.engine_metric), *PANELS)
     longest = max(len(run.records) for arm in arms for run in arm.runs)
     window = max(1, longest // 40)
     figure = new_figure(15, 8.4)
     lines = {}
-    for axes, (title, metric, dashed) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+    for axes, (title, metric, dashed) in zip(figure.subplots(2, 3).flat, panels, strict=True):
         for index, arm in enumerate(arms):
             for name, dash in ((metric, arm_dash(index)), (dashed, ":")):
                 curve = band(arm, name, 1 if name and name.startswith("eval/") else window) if name else None
@@ -57,16 +61,18 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
 
 
 def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
-    """Last held-out pass@1 of every run against its dose, as a PNG. `doses`: by the run's path."""
+    """Last held-out pass@1 (or what else `held_out_of` says) of every run against its dose, as a PNG. `doses`: by the
+    run's path."""
+    held_out = held_out_of(arms)
     figure = new_figure(8.5, 5)
     axes = figure.subplots()
     for index, arm in enumerate(arms):
         colour = COLOURS[index % len(COLOURS)]
-        for metric, face in (("eval/engine_solved", "none"), ("eval/solved", colour)):
+        for metric, face in ((held_out.engine_metric, "none"), (held_out.metric, colour)):
             points = [(doses[run.path].mean, _last(run, metric)) for run in arm.runs if run.series(metric)]
             if points:
                 x, y = zip(*points, strict=True)
-                label = arm.name if metric == "eval/solved" else None
+                label = arm.name if metric == held_out.metric else None
                 marker = "os^Dv"[index // len(COLOURS) % 5]
                 axes.scatter(x, y, s=45, marker=marker, facecolors=face, edgecolors=colour, label=label)
     axes.set_xscale("symlog", linthresh=LINTHRESH)
@@ -74,7 +80,7 @@ def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
     axes.set_ylim(bottom=0)
     axes.set(
         xlabel="train-inference KL (k3), mean from its first step to the collapse or the end",
-        ylabel="held-out pass@1 at the end (hollow: through the engine)",
+        ylabel=f"held-out {held_out.name} at the end (hollow: through the engine)",
     )
     finish(axes)
     if axes.get_legend_handles_labels()[1]:  # empty if no run was evaluated

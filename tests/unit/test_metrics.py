@@ -77,7 +77,7 @@ def test_every_metric_that_the_code_names_is_documented():
     ("rewards", "expected"),
     [
         ([(0.25, 0.25)], True),
-        ([(0.0, 0.0)], True),  # nothing is solved yet
+        ([(0.0, 0.0)], False),  # nothing is solved yet, if anything can be
         ([(0.1, 0.0), (0.2, 0.1)], True),  # partial credit, and something is solved
         ([(0.43, 0.0)], False),
         ([(3.1, 0.9)], False),

@@ -154,7 +154,9 @@ def test_what_did_not_come_to_its_own_end_is_rejected_and_never_trained(tmp_path
     for record in run.metrics()[1:]:
         assert record["ledger/sampled"] == record["ledger/accepted"] + record["ledger/rejected"] == 12
     assert sum(record["ledger/rejected"] for record in run.metrics()[1:]) == len(cut)
-    assert run.metrics()[0]["eval/draws"] + run.metrics()[0].get("eval/rejected", 0) == 8
+    rejected = run.metrics()[0].get("eval/rejected", 0)
+    assert run.metrics()[0]["eval/draws"] + rejected == 8
+    assert (f"{rejected} of 8 held-out samples failed, first: " in (tmp_path / "run.log").read_text()) == (rejected > 0)
 
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path):

@@ -75,6 +75,78 @@ def test_rejected_samples_are_told_in_every_line():
     assert "held-out 0.400 -> 0.400  5 of 1,128 rejected, see run.log  KL 0" in lines[1]
 
 
+def test_held_out_samples_that_are_rejected_are_counted_too(tmp_path):
+    console = plain()
+    records = [
+        {"step": 0, "eval/solved": 0.5, "eval/reward": 0.5, "eval/draws": 97, "eval/rejected": 3},
+        {"step": 1, **STEP, "ledger/sampled": 64, "ledger/rejected": 2},
+        {"step": 2, **STEP, "eval/solved": 0.5, "eval/reward": 0.5, "eval/draws": 1000},
+    ]
+    with Progress(console, "toy", num_steps=2, start=0) as progress:
+        progress.recall(records[:1])
+        for record in records[1:]:
+            progress.log(record["step"], record)
+    lines = said(console).splitlines()
+    assert "held-out 0.500  2 of 64 rejected, 3 of 100 held-out rejected, see run.log  KL" in lines[0]
+    assert "2 of 64 rejected, 3 of 1,100 held-out rejected, see run.log  KL" in lines[1]
+    console = plain()
+    print_summary(console, tmp_path, summarize(records, "finished"), records)
+    assert "1,100 sampled, 3 rejected, see run.log" in said(console)
+
+
+GIVEN = {"reward/mean": 0.0, "reward/solved": 0.5, "loss/total": 0.67, "perf/trainer_tokens_per_s": 900.0}
+PAIRS = {**GIVEN, "loss/reward_accuracy": 0.75, "loss/reward_margin": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "line", "rows"),
+    [
+        ("demonstrations", GIVEN, "loss 0.670  held-out 0.200 -> 0.500  KL", ["pass@1, held-out", "loss, training"]),
+        (
+            "preferences",
+            PAIRS,
+            "loss 0.670  preference accuracy 0.750  reward margin 0.050  held-out 0.200 -> 0.500  KL",
+            ["pass@1, held-out", "loss, training", "preference accuracy, training", "reward margin, training"],
+        ),
+        (
+            "preferences",
+            {**GIVEN, "loss/reward_good": 0.02, "loss/reward_bad": -0.03},
+            "loss 0.670  reward of good ones 0.020  reward of bad ones -0.030  held-out 0.200 -> 0.500  KL",
+            ["pass@1, held-out", "loss, training", "reward of good ones, training", "reward of bad ones, training"],
+        ),
+        (
+            "verdicts",
+            PAIRS,
+            "loss 0.670  preference accuracy 0.750  reward margin 0.050  held-out margin 0.300 -> 1.700  "
+            "held-out preference accuracy 0.200 -> 0.500  KL",
+            ["preference accuracy, held-out", "margin, held-out", "loss, training", "preference accuracy, training",
+             "reward margin, training"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_on_given_completions_shows_its_objective_and_no_rewards(tmp_path, kind, step, line, rows):
+    """Of these the rewards in training are constants: 1, and -1 for a rejected one."""
+    means = (0.3, 1.7) if kind == "verdicts" else (0.2, 0.5)  # margins have no bound
+    records = [
+        {"step": 0, "eval/solved": 0.2, "eval/reward": means[0]},
+        {"step": 1, **STEP, **step, "ledger/sampled": 64, "ledger/accepted": 64, "ledger/trained": 64},
+        {"step": 2, **STEP, **step, "eval/solved": 0.5, "eval/reward": means[1]},
+    ]
+    console = plain()
+    with Progress(console, "offline", num_steps=2, start=0, given=kind) as progress:
+        for record in records:
+            progress.log(record["step"], record)
+    last = said(console).splitlines()[-1]
+    assert last.startswith(f"step 2/2  {line}")
+    assert last.endswith("900 tokens/s")
+    console = plain()
+    print_summary(console, tmp_path, summarize(records, "finished"), records, kind)
+    labels = [text.split("│")[1].strip() for text in said(console).splitlines() if "│" in text]
+    assert labels[: labels.index("train-inference KL")] == rows
+    assert "64 trained" in said(console)
+    assert not any(word in said(console) for word in ("reward, training", "sampled", "accepted"))
+
+
 def test_a_resumed_run_goes_on_counting():
     console = plain()
     with Progress(console, "toy", num_steps=3, start=2) as progress:
@@ -113,6 +185,7 @@ def test_rewards_that_are_more_than_solved_or_not(tmp_path):
     [
         [(0.25, 0.0), (0.43, 0.0)],  # continuous: none is solved
         [(2.9, 0.8), (3.1, 0.9)],  # above 1, which counts as solved, whatever it means
+        [(0.0, 0.0), (0.0, 0.0)],  # nothing is solved yet, if anything can be
     ],
 )
 def test_of_rewards_that_are_not_pass_or_fail_the_mean_is_shown_alone(tmp_path, rewards):

@@ -63,3 +63,22 @@ def test_of_rewards_that_are_not_pass_or_fail_there_is_no_panel_of_pass_at_1(tmp
     assert titles == ["reward", "train-inference KL (k3)"]
     draw({"run": continuous, "other": RECORDS}, tmp_path / "c.png")
     assert titles[2:] == ["reward", "pass@1", "train-inference KL (k3)"]
+
+
+def test_a_run_on_given_completions_has_its_loss_in_place_of_rewards(tmp_path, monkeypatch):
+    titles, drawn = [], []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda axes, *args, **style: drawn.append(args[1]) or plot(axes, *args, **style))
+    monkeypatch.setattr(Axes, "set", lambda axes, **names: titles.append(names["title"]))
+    step = {"reward/mean": 0.0, "reward/solved": 0.5, "parity/k3": 0.0, "loss/total": 0.6}
+    records = [{"step": 0, "eval/solved": 0.2, "eval/reward": 0.2}, {"step": 1, **step}]
+    draw({"run": records}, tmp_path / "c.png", "demonstrations")
+    assert titles == ["loss", "pass@1", "train-inference KL (k3)"]
+    assert drawn == [(0.6,), [0.6], (0.2,), (0.0,)]
+    pairs = [*records, {"step": 2, **step, "loss/reward_accuracy": 0.9}]
+    draw({"run": pairs}, tmp_path / "c.png", "preferences")
+    draw({"run": pairs}, tmp_path / "c.png", "verdicts")
+    assert titles[3:] == [
+        *("loss", "preference accuracy", "pass@1", "train-inference KL (k3)"),
+        *("loss", "preference accuracy", "train-inference KL (k3)"),
+    ]

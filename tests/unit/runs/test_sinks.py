@@ -84,7 +84,10 @@ def test_wandb_is_offline_without_a_key_and_keeps_its_id(tmp_path, monkeypatch):
     ("config", "message"),
     [
         ({"comet": {}}, "sinks.comet is unknown; there are wandb, trackio, mlflow, tensorboard, prometheus, alerts"),
-        ({"prometheus": {"prot": 1}}, "sinks.prometheus.prot is unknown; prometheus takes port, host .did you mean port"),
+        (
+            {"prometheus": {"prot": 1}},
+            "sinks.prometheus.prot is unknown; prometheus takes port, host .did you mean port",
+        ),
         ({"tensorboard": {"x": 1}}, "tensorboard takes completions, completions_every"),
     ],
 )

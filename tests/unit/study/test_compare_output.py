@@ -30,7 +30,10 @@ def test_collapse_is_judged_only_where_there_was_a_mismatch(tmp_path, capsys, k3
         run = tmp_path / f"seed={seed}"
         run.mkdir()
         (run / "config.yaml").write_text(f"seed: {seed}\n")
-        records = [{"step": step, "reward/mean": 0.5, "eval/reward": 0.7, "parity/k3": k3} for step in (1, 2)]
+        records = [
+            {"step": step, "reward/mean": 0.5, "eval/reward": 0.7, "eval/solved": 0.7, "parity/k3": k3}
+            for step in (1, 2)
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page = tmp_path / "report.html"
     assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1"), "-o", str(page)]) == 0
@@ -38,6 +41,45 @@ def test_collapse_is_judged_only_where_there_was_a_mismatch(tmp_path, capsys, k3
     assert ("Collapse" in out) == ("verdict" in out) == (k3 > 0)
     assert ("Verdict" in page.read_text()) == (k3 > 0)
     assert "reward, held-out" in out
+    assert ("Dose and response" in page.read_text()) == page.with_suffix(".dose.png").exists() == (k3 > 0)
+
+
+@pytest.fixture
+def compared(tmp_path, capsys, monkeypatch):
+    """What is said of two runs that have a record in both of their steps."""
+    monkeypatch.setenv("COLUMNS", "200")  # so that no label is wrapped
+
+    def said(record: dict, config: str = "") -> str:
+        for seed in range(2):
+            run = tmp_path / f"seed={seed}"
+            run.mkdir()
+            (run / "config.yaml").write_text(f"seed: {seed}\n{config}")
+            lines = [json.dumps({"step": step, **record}) + "\n" for step in (1, 2)]
+            (run / "metrics.jsonl").write_text("".join(lines))
+        assert main(["compare", str(tmp_path / "seed=0"), str(tmp_path / "seed=1")]) == 0
+        return capsys.readouterr().out
+
+    return said
+
+
+def test_continuous_rewards_are_compared_by_their_mean(compared):
+    means = {"reward/mean": 0.4, "reward/solved": 0.0, "eval/reward": 0.7, "eval/solved": 0.0}
+    out = compared(means)
+    assert "pass@1" not in out
+    assert out.count("reward, held-out") == 1
+    assert "reward at the end, by seed" in out
+
+
+@pytest.mark.parametrize(("kind", "held_out"), [("preferences", "pass@1"), ("verdicts", "preference accuracy")])
+def test_runs_on_given_completions_are_compared_by_their_objective(compared, kind, held_out):
+    constants = {"reward/mean": 0.0, "reward/solved": 0.5}
+    config = f"task:\n  _target_: rlloop.recipes.offline.task.Given\n  kind: {kind}\n"
+    record = {**constants, "loss/total": 0.6, "loss/reward_accuracy": 0.8, "eval/reward": 0.9, "eval/solved": 0.7}
+    out = compared(record, config)
+    assert "reward, training" not in out
+    assert "0.600 -> 0.600" in out
+    assert "0.800 -> 0.800" in out
+    assert f"{held_out} at the end" in out
 
 
 def test_runs_that_have_not_ended_are_named(tmp_path, capsys):

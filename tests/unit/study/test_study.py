@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.axes import Axes
 
 from rlloop.cli.main import main
 from rlloop.config.resume import flatten
@@ -257,6 +258,15 @@ def test_one_run_is_nothing_to_compare(study, capsys):
 def test_the_same_runs_make_the_same_picture(study):
     arms = arms_of([Run.read(path) for path in sorted(study.iterdir())])
     assert draw_arms(arms) == draw_arms(arms)
+
+
+def test_curves_of_given_completions_are_of_their_loss(monkeypatch):
+    titles = []
+    monkeypatch.setattr(Axes, "set", lambda axes, **names: titles.append(names["title"]))
+    given = run("a", 0, [0.0] * 3, [0.0] * 3)
+    given.config["task._target_"] = "rlloop.recipes.offline.task.Given"
+    draw_arms([Arm("given", [given])])
+    assert titles[0] == "loss of the given completions"
 
 
 def test_a_run_that_never_had_a_gradient_is_drawn():
