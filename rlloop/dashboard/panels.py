@@ -66,6 +66,10 @@ HELD_OUT = {
     "eval/engine_reward": "engine", "reward/solved": "training", "reward/mean": "training",
 }  # fmt: skip
 
+PASSES = {"eval/solved", "eval/engine_solved", "reward/solved"}  # not shown where nothing passes or fails
+# Of given completions, whose rewards the task made: not shown.
+CONSTANT = {"reward/mean", "reward/std", "reward/solved", "reward/groups_without_signal"}
+
 SECTIONS: tuple[Section, ...] = (
     Section(
         "Learning",

@@ -1,4 +1,4 @@
-"""Finds runs and reads their records, which may be growing, rewound or damaged."""
+"""Reads the records of runs, which may be growing, rewound or damaged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +20,24 @@ import numpy as np
 import yaml
 
 from rlloop.config.resume import flatten
+from rlloop.config.tasks import given_kind
+from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.metrics import pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
-from rlloop.runs.journal import ROTATED, open_journal
+from rlloop.runs.journal import open_journal
 
-MARKS = ("metrics.jsonl", "parity.jsonl", "run.log", ".lock")  # a folder with config.yaml and any of these is a run
-# Not searched for runs.
-INSIDE = {"checkpoints", "rollouts", "orphaned", ROTATED, "wandb", "tensorboard", "__pycache__"}
-DEPTH = 5  # of folders that are searched
-LINKED = 2  # of them, below a link: RECIPE/TIME of multiruns, and never a whole disk
 WRITTEN = ("metrics.jsonl", "parity.jsonl", "summary.json", "rollouts", "run.log", NOTES)  # files that change
 STOPPED = re.compile(r"^[-\d]+ [:\d]+ stopped: (.*(?:\n(?!\d{4}-\d\d-\d\d ).*)*)", re.MULTILINE)  # in run.log
 ENDED_BADLY = ("failed", "parity broken")
 QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
     "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean",
-    "reward/solved", "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained",
-    "ledger/sampled",
+    "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained",
+    "ledger/sampled", "loss/total",
 )  # fmt: skip
 CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
-
-
-def find_runs(root: Path) -> list[str]:
-    """Ids of the runs at or below `root`: their paths relative to it, sorted; "." for `root` itself.
-
-    Links to folders are followed `LINKED` folders deep where `_is_trusted`. A run that several paths lead to is found
-    once, without a link if there is such a path.
-    """
-    ids, seen = list[str](), set[tuple[int, int]]()
-    tops = [(root, DEPTH)]
-    for top, depth in tops:  # which grows by the links that are found
-        for folder, below, files in os.walk(top):
-            path = Path(folder)
-            left = depth - len(path.relative_to(top).parts)
-            place = _place(path)
-            if place is None or place in seen:
-                below.clear()
-                continue
-            seen.add(place)
-            if "config.yaml" in files and any(mark in files for mark in MARKS):
-                ids.append(path.relative_to(root).as_posix())
-                below.clear()
-            elif left <= 0:
-                below.clear()
-            below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-            tops += [(path / name, min(left - 1, LINKED)) for name in below if _is_trusted(path / name)]
-    return sorted(ids)
-
-
-def _place(folder: Path) -> tuple[int, int] | None:
-    """What a folder is, whatever leads to it; None for one that is gone."""
-    try:
-        stat = folder.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino
-
-
-def _is_trusted(path: Path) -> bool:
-    """True for a link made by this user, by root, or by the owner of what it leads to: others could show what they
-    cannot read themselves."""
-    try:
-        return path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0, path.stat().st_uid)
-    except OSError:
-        return False
 
 
 class Tail:
@@ -246,6 +199,21 @@ class Run:
             self._config = stamp, flatten(loaded) if isinstance(loaded, Mapping) else {}
         return self._config[1]
 
+    def given(self) -> str | None:
+        """The kind of given completions, of a run that trains on such: its rewards in training are constants."""
+        try:
+            return given_kind(self.config())
+        except (OSError, yaml.YAMLError):
+            return None
+
+    def passes(self) -> bool:
+        """True if pass@1 says something of the run."""
+        given = self.given()
+        names = ("reward/mean", "reward/solved"), ("eval/reward", "eval/solved")
+        with self.metrics() as metrics:
+            pairs = [zip(*map(metrics.column, pair), strict=True) for pair in (names[1:] if given else names)]
+        return given == "verdicts" or pass_or_fail(chain(*pairs))
+
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the run's folder; None if there is none that can be read."""
         try:
@@ -312,13 +280,11 @@ class Run:
             "k3_max": float(np.abs(k3).max()) if len(k3) else None,
             "k3_mean": float(k3.mean()) if len(k3) else None,
             "pass": course("eval/solved"),
-            "passes": pass_or_fail(
-                pair
-                for names in (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
-                for pair in zip(*(columns[name] for name in names), strict=True)
-            ),
+            "passes": self.passes(),
+            "given": self.given(),
             "held_out": course("eval/reward"),
-            "reward": course("reward/mean"),
+            "reward": None if self.given() else course("reward/mean"),
+            "loss": course("loss/total"),
             "length": course("rollout/length_mean"),
             "entropy": course("loss/entropy"),
             "discarded": _mean(series("loss/tokens_discarded")),

@@ -92,9 +92,12 @@ def make_app(dashboard: Dashboard) -> Starlette:
 
     def layout(request: Request) -> Response:
         names: set[str] = set()
-        for run in _runs(dashboard, request.query_params.getlist("run")):
+        chosen = _runs(dashboard, request.query_params.getlist("run"))
+        for run in chosen:
             with run.metrics() as metrics:
-                names |= metrics.names
+                names |= metrics.names - (panels.CONSTANT if run.given() else set())
+        if not any(run.passes() for run in chosen):
+            names -= panels.PASSES
         return _reply(panels.present(names))
 
     def totals(request: Request) -> Response:

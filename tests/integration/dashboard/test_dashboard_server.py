@@ -15,7 +15,7 @@ from rlloop.dashboard.server import make_app
 from rlloop.dashboard.training_api import TrainingApi
 from rlloop.errors import ConfigError
 from rlloop.web.server import Guard, Listen
-from tests.support.dashboard_runs import write_run
+from tests.support.dashboard_runs import CONFIG, write_run
 
 TOKEN = "a-token-of-some-length"
 
@@ -179,6 +179,34 @@ def test_totals(ask):
     assert ask("/api/totals", run="zero").json()["different"] == 0
     drift = ask("/api/totals", run="drift").json()
     assert 0 < drift["different"] <= drift["tokens"] == 3 * 8 * 5
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "verdicts"])
+def test_a_run_on_given_completions_has_its_loss_in_place_of_rewards(root, ask, kind):
+    task = {"_target_": "rlloop.recipes.offline.task.Given", "kind": kind}
+    writer = write_run(root / "given", 1, config={**CONFIG, "task": task})
+    constants = {"reward/solved": 1.0, "reward/std": 0.0, "reward/groups_without_signal": 1.0, "reward/logprob": -0.5}
+    writer.write(extra={**constants, "reward/mean": 1.0, "loss/total": 0.5, "eval/reward": 1.7, "eval/solved": 0.4})
+    totals = ask("/api/totals", run="given").json()
+    assert (totals["given"], totals["reward"], totals["loss"]["last"]) == (kind, None, 0.5)
+    assert totals["passes"] == (kind == "verdicts")  # the margins of pairs have no bound
+    shown = {metric for section in ask("/api/panels", run="given").json() for panel in section["panels"]
+             for metric in panel["metrics"]}  # fmt: skip
+    assert {"reward/logprob", "loss/total"} <= shown
+    assert not shown & {"reward/mean", "reward/solved", "reward/std", "reward/groups_without_signal"}
+    assert ask("/api/totals", run="zero").json()["reward"] is not None
+
+
+def test_rewards_that_are_not_pass_or_fail_have_no_panel_of_pass_at_1(root, ask):
+    write_run(root / "graded", 0).write(extra={"reward/solved": 0.0, "eval/solved": 0.0, "eval/reward": 0.4})
+    assert ask("/api/totals", run="graded").json()["passes"] is False
+    alone, beside = (
+        [panel["title"] for section in ask("/api/panels", run=runs).json() for panel in section["panels"]]
+        for runs in (["graded"], ["graded", "zero"])
+    )
+    assert "Held-out pass@1" not in alone
+    assert "Reward" in alone
+    assert "Held-out pass@1" in beside
 
 
 def test_record_and_certificate_of_a_step(ask):

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from rlloop.dashboard.runs import Run, Runs, find_runs
+from rlloop.dashboard.find import find_runs
+from rlloop.dashboard.runs import Run, Runs
 from rlloop.runs.folder import RunFolder
 from tests.support.dashboard_runs import Writer, write_run
 
