@@ -144,10 +144,13 @@ def pass_or_fail(rewards: Iterable[tuple[float, float]]) -> bool:
     return not known or (any(solved > 0 for _, solved in known) and all(reward <= 1 for reward, _ in known))
 
 
-def outcomes(metrics: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(mean reward, fraction solved) of a record: of the step's training batch, and held out."""
-    names = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
-    pairs = [tuple(metrics.get(name) for name in pair) for pair in names]
+OUTCOMES = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
+
+
+def outcomes(metrics: Mapping[str, Any], given: str | None = None) -> list[tuple[float, float]]:
+    """(mean reward, fraction solved) of a record: of the step's training batch, and held out. Of a run on given
+    completions, held out alone."""
+    pairs = [tuple(metrics.get(name) for name in pair) for pair in (OUTCOMES[1:] if given else OUTCOMES)]
     return [(reward, solved) for reward, solved in pairs if reward is not None and solved is not None]
 
 

@@ -23,7 +23,7 @@ from rlloop.config.resume import flatten
 from rlloop.config.tasks import given_kind
 from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.notes import NOTES, read_notes
-from rlloop.metrics import pass_or_fail
+from rlloop.metrics import OUTCOMES, pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
 from rlloop.runs.journal import open_journal
@@ -209,9 +209,8 @@ class Run:
     def passes(self) -> bool:
         """True if pass@1 says something of the run."""
         given = self.given()
-        names = ("reward/mean", "reward/solved"), ("eval/reward", "eval/solved")
         with self.metrics() as metrics:
-            pairs = [zip(*map(metrics.column, pair), strict=True) for pair in (names[1:] if given else names)]
+            pairs = [zip(*map(metrics.column, names), strict=True) for names in (OUTCOMES[1:] if given else OUTCOMES)]
         return given == "verdicts" or pass_or_fail(chain(*pairs))
 
     def read_json(self, name: str) -> dict[str, Any] | None:

@@ -67,8 +67,7 @@ class Progress:
     def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
             self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
-        held_out = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        self._outcomes += outcomes(held_out if self.given else metrics)
+        self._outcomes += outcomes(metrics, self.given)
         self._sampled += metrics.get("ledger/sampled", 0)
         self._rejected += metrics.get("ledger/rejected", 0)
         self._undrawn += metrics.get("eval/rejected", 0)
@@ -106,7 +105,7 @@ class Progress:
         if solved and passes:
             facts.append(f"held-out {f'{solves} ' if rewards != solved else ''}{_course(solved)}")
         counts = (self._rejected, self._sampled, ""), (self._undrawn, self._drawn, "held-out ")
-        if rejected := [f"{count:,} of {all:,} {kind}rejected" for count, all, kind in counts if count]:
+        if rejected := [f"{count:,} of {total:,} {kind}rejected" for count, total, kind in counts if count]:
             facts.append(f"{', '.join(rejected)}, see run.log")  # the numbers before are of the others
         return "  ".join(facts)
 

@@ -43,9 +43,8 @@ def draw(runs: Mapping[str, Records], file: Path, given: str | None = None) -> N
     if given:
         recorded = {name for records in runs.values() for record in records for name in record}
         panels = [panel for panel in _given_panels(given) if not recorded.isdisjoint(panel[1:])]
-    figure = Figure(
-        figsize=(max(12, 4 * len(panels)), 3.6)
-    )  # margins given: a layout engine would take most of the drawing's time
+    width = max(12, 4 * len(panels))
+    figure = Figure(figsize=(width, 3.6))  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
     for axes, (title, main, training) in zip(figure.subplots(1, len(panels), gridspec_kw=margins), panels, strict=True):

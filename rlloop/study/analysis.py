@@ -77,10 +77,10 @@ PASS = HeldOut("pass@1", "eval/solved", "eval/engine_solved")
 
 def held_out_of(arms: Sequence[Arm]) -> HeldOut:
     """pass@1 where a run's completions pass or fail, else the mean reward; of reward models, the order of pairs."""
-    runs = [run for arm in arms for run in arm.runs]
-    if {given_kind(run.config) for run in runs} == {"verdicts"}:
+    runs = [(run, given_kind(run.config)) for arm in arms for run in arm.runs]
+    if {given for _, given in runs} == {"verdicts"}:
         return HeldOut(held_out_names("verdicts")[1], PASS.metric, PASS.engine_metric)
-    if any(pass_or_fail(pair for record in run.records for pair in outcomes(record)) for run in runs):
+    if any(pass_or_fail(pair for each in run.records for pair in outcomes(each, given)) for run, given in runs):
         return PASS
     return HeldOut("reward", "eval/reward", "eval/engine_reward")
 

@@ -75,7 +75,7 @@ def rlloop(tmp_path, monkeypatch, capsys) -> Harness:
     (recipe / "config.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(plots, "draw", lambda runs, file: file.write_bytes(b"\x89PNG"))  # drawn for real in test_plots
+    monkeypatch.setattr(plots, "draw", lambda runs, file, *_: file.write_bytes(b"\x89PNG"))  # drawn in test_plots
     harness = Harness(capsys)
     monkeypatch.setitem(launch.BUILDERS, Launch.local, harness.parts)
     return harness

@@ -79,7 +79,7 @@ def test_held_out_samples_that_are_rejected_are_counted_too(tmp_path):
     console = plain()
     records = [
         {"step": 0, "eval/solved": 0.5, "eval/reward": 0.5, "eval/draws": 97, "eval/rejected": 3},
-        {"step": 1, **STEP, "ledger/sampled": 64, "ledger/rejected": 2},
+        {"step": 1, **STEP, "ledger/sampled": 64, "ledger/rejected": 2, "eval/solved": 0.5, "eval/draws": 100},
         {"step": 2, **STEP, "eval/solved": 0.5, "eval/reward": 0.5, "eval/draws": 1000},
     ]
     with Progress(console, "toy", num_steps=2, start=0) as progress:
@@ -87,11 +87,11 @@ def test_held_out_samples_that_are_rejected_are_counted_too(tmp_path):
         for record in records[1:]:
             progress.log(record["step"], record)
     lines = said(console).splitlines()
-    assert "held-out 0.500  2 of 64 rejected, 3 of 100 held-out rejected, see run.log  KL" in lines[0]
-    assert "2 of 64 rejected, 3 of 1,100 held-out rejected, see run.log  KL" in lines[1]
+    assert "held-out 0.500 -> 0.500  2 of 64 rejected, 3 of 200 held-out rejected, see run.log  KL" in lines[0]
+    assert "2 of 64 rejected, 3 of 1,200 held-out rejected, see run.log  KL" in lines[1]
     console = plain()
     print_summary(console, tmp_path, summarize(records, "finished"), records)
-    assert "1,100 sampled, 3 rejected, see run.log" in said(console)
+    assert "1,200 sampled, 3 rejected, see run.log" in said(console)
 
 
 GIVEN = {"reward/mean": 0.0, "reward/solved": 0.5, "loss/total": 0.67, "perf/trainer_tokens_per_s": 900.0}
