@@ -30,7 +30,9 @@ transports.create_ssl_context = _context
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, 120.0)
 
-settings.load_profile("ci")  # no limit of an example's time, and the same examples in every run
+# No limit of an example's time, and the same examples in every run: a failure can be repeated. New ones are tried by
+# `pytest --hypothesis-profile default`.
+settings.load_profile("ci")
 # make mutate: a mutant needs one example that fails, not the smallest one
 settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlloop.cli.parser import new_parser, of_another_rank
+from rlloop.cli.parser import is_other_rank, new_parser
 from rlloop.errors import ConfigError
 
 DOCTOR = """\
@@ -52,12 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--offload-activations", action="store_true", help="trainer.checkpoint_offload=true")
     parser.add_argument(
         "--rollout-layout", nargs="*", metavar="AXIS=N",
-        help="rollout.layout, one rank without a value; its own weights are counted (default: as the trainer's)",
+        help="layout of the engine, as in tp=2 (no value: one rank), whose own weights are counted "
+        "(default: it shares the trainer's)",
     )  # fmt: skip
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None):
         raise ConfigError("--model and --gpus belong together, as in --model my-model --gpus 8")
-    if of_another_rank() and not args.compile:
+    if is_other_rank(of_machine=args.model is None) and not args.compile:
         return 0
     if args.compile:
         from rlloop.launch.kernels import compile_kernels

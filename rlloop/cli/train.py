@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlloop.cli.parser import new_parser, of_another_rank, recipe_names, settings
+from rlloop.cli.parser import is_other_rank, new_parser, recipe_names, settings
 from rlloop.errors import ConfigError, RlloopError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     from rlloop.launch.compose import compose_recipe, expand_sweep
 
     jobs = expand_sweep(args.overrides) if args.multirun else [("", args.overrides)]
-    if args.cfg and of_another_rank():
+    if args.cfg and is_other_rank():
         return 0
     if args.cfg:
         from omegaconf import OmegaConf

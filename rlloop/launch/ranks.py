@@ -20,7 +20,7 @@ class RankFailed(EngineDied):
     """
 
     def __init__(self, rank: int, size: int, reason: str, lost: frozenset[int] = frozenset()) -> None:
-        super().__init__(f"rank {rank} of {size}: {reason}", started=bool(lost))
+        super().__init__(f"rank {rank} of {size}: {reason}", died=bool(lost))
         self.rank, self.size, self.lost = rank, size, lost
 
 
@@ -35,7 +35,7 @@ def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
         return errors[0]
     deaths = {rank: error for rank, error in failures.items() if isinstance(error, EngineDied)}
     rank, cause = next(iter((deaths or failures).items()))
-    lost = frozenset(each for each, error in deaths.items() if isinstance(error, EngineDied) and error.started)
+    lost = frozenset(each for each, error in deaths.items() if isinstance(error, EngineDied) and error.died)
     text = str(cause) if isinstance(cause, RlloopError) else f"{type(cause).__name__}: {cause}"
     failed = RankFailed(rank, size, text, lost)
     failed.exit_code = cause.exit_code if isinstance(cause, RlloopError) else failed.exit_code

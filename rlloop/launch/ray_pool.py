@@ -43,11 +43,11 @@ REGION = "node"  # of all engines in actors, in events and metrics
 
 
 class EngineDied(RlloopError):
-    """A worker's process is gone. `started`: False for one that could not start."""
+    """A worker does no more. `died`: its process is gone; False: it could not start, raised, or made no progress."""
 
-    def __init__(self, *args: object, started: bool = True) -> None:
+    def __init__(self, *args: object, died: bool = True) -> None:
         super().__init__(*args)
-        self.started = started
+        self.died = died
 
 
 class Handle(Protocol):

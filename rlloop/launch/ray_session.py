@@ -136,7 +136,7 @@ class RayHandle:
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
             lines = str(error).strip().splitlines()
             if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
-                raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", started=False) from error
+                raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", died=False) from error
             detail = lines[-1].partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
             raise EngineDied(f"{lines[0]} {detail}".strip(" .")) from None
 
@@ -154,7 +154,7 @@ class RayHandle:
                     until = min(until, time.monotonic() + GRACE)
             if not failures and not ended and (stalled := self._stalled()) is not None:
                 rank, known = stalled
-                failures[rank], until = EngineDied(known, started=False), 0.0
+                failures[rank], until = EngineDied(known, died=False), 0.0
         if not failures:
             return self._ray.get(calls[0])
         error = error_of(failures, len(calls))

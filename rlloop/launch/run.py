@@ -121,9 +121,9 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 raise
             folder.log(f"stopped: {error}")
             conclude("parity broken" if isinstance(error, ParityError) else "failed")
-            if isinstance(error, EngineDied) and error.started:
+            if isinstance(error, EngineDied) and error.died:
                 again = f"To resume from the last checkpoint, in this or another layout: {_again(job, leader)}"
-                error.args = (f"{error}. {again}",)
+                error.args = (f"{str(error).rstrip('.')}. {again}",)
             raise
         except (OSError, SafetensorError) as error:
             if not _is_full(error):

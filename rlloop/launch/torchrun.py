@@ -216,7 +216,7 @@ class LeadingHandle:
                 break
             failures = self._failures(6 * SILENT)
             if not failures and (stalled := self._watch.stalled(self._timeout)) is not None:
-                failures[stalled[0]] = EngineDied(stalled[1], started=False)
+                failures[stalled[0]] = EngineDied(stalled[1], died=False)
         until = time.monotonic() + max(GRACE, SILENT) + 1
         while len(failures) < self.size and time.monotonic() < until:  # the cause may be another's
             time.sleep(0.2)

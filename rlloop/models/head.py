@@ -1,11 +1,11 @@
 """The output projection: logits, logprobs and draws, over a vocabulary that tensor-parallel ranks may share.
 
 A rank computes the logits of its part of the vocabulary. An all-to-all then gives each rank some rows over the whole
-vocabulary, which it scores and samples as one rank does; all ranks get the results. So no rank holds all logits, and
-every distribution (greedy, truncated, banned, redrawn) has one rank's bits.
+vocabulary, which it scores and samples as one rank does; all ranks get the results. So no rank holds all logits (but of
+fewer than `FEW_ROWS` rows a rank), and every distribution (greedy, truncated, banned, redrawn) has one rank's bits.
 
-On GPUs, rows of an engine that nothing warps are drawn where their logits lie. Ranks exchange what they measured of
-blocks of the vocabulary, and the one that has the token draws it.
+On GPUs, an engine's rows at temperature 1 without truncation or bans are drawn where their logits lie. Ranks exchange
+what they measured of blocks of the vocabulary, and the one that has the token draws it.
 """
 
 from __future__ import annotations

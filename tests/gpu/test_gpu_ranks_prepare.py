@@ -62,7 +62,7 @@ def sampled(model: dict[str, Any], degrees: dict[str, int] | None, whole: bool =
     if degrees is not None and engine._graphs is not None:
         later = engine._graphs._recorded
         if further := [form for form in later if later[form] is not ahead.get(form)]:
-            wrong = f"recorded later: {further}"
+            wrong += f" recorded later: {further}"
     engine.close()
     return made, wrong
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -23,13 +24,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = "tests.support.preloaded"
-PORTS = iter(random.SystemRandom().sample(range(20_000, 32_000), 12_000))
+PORTS = itertools.cycle(random.SystemRandom().sample(range(20_000, 32_000), 12_000))
 PATH = list(sys.path)  # before any test: one that calls the command in its own process leaves its folder behind
 
 
 def free_port() -> int:
     """A port for a server that is named before it starts, or comes back at the same address. It is below those that the
-    system gives to others meanwhile, and none comes twice in a process."""
+    system gives to others meanwhile, and none comes twice in a process before all have."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := next(PORTS)))

@@ -49,8 +49,8 @@ class Shapes:
     def head_linear(self, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
         return x.new_empty(*x.shape[:2], weight.shape[1 if by_row else 2])
 
-    def sample_part(self, logits: Tensor, seeds: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        measured = _[-1](logits.new_empty(len(logits), 2, 3, -(-logits.shape[1] // VOCABULARY_BLOCK)))
+    def sample_part(self, logits: Tensor, seeds: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        measured = others[-1](logits.new_empty(len(logits), 2, 3, -(-logits.shape[1] // VOCABULARY_BLOCK)))
         return torch.empty_like(seeds), measured[:, 0, 0, 0]
 
     def scan_state(self, groups: int, heads: int, key_width: int, width: int) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ class SamplePart(Protocol):
         self, logits: Tensor, seeds: Tensor, positions: Tensor, settings: Tensor, banned_start: Tensor,
         banned_ids: Tensor, first: int, gather: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`Kernels.sample` of a vocabulary that ranks share, of rows that nothing warps; logits stay where they are.
+        """`Kernels.sample` of a vocabulary that ranks share, of rows at temperature 1 without truncation
+        or bans; logits stay where they are.
 
         logits [T, V of this rank] are whole blocks of `VOCABULARY_BLOCK` from token `first` on. `gather` joins what
         ranks measured, [T, 2, 3, B of this rank] float32 -> [T, 2, 3, B]. -> (ids, logprobs), each [T]; −1 and NaN

@@ -149,7 +149,7 @@ SERVER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from rlloop.web import connections, server as web
-connections.HEAD_SECONDS = 600.0
+connections.HEAD_SECONDS, connections.LOG_SECONDS = 600.0, 3600.0
 if sys.argv[1] == "unbounded":
     connections.HEAD_SECONDS = 3.0
     connections.Listener.__init__.__defaults__ = (10**6,)

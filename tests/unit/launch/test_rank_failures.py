@@ -26,7 +26,7 @@ def test_a_death_comes_before_the_errors_that_follow_from_it():
 def test_an_error_keeps_its_exit_code_and_its_kind_in_words():
     assert error_of({1: ConfigError("lr is bad")}, 2).exit_code == 2
     assert str(error_of({1: ValueError("odd")}, 2)) == "rank 1 of 2: ValueError: odd"
-    assert error_of({0: EngineDied("no file", started=False)}, 2).lost == frozenset()
+    assert error_of({0: EngineDied("no file", died=False)}, 2).lost == frozenset()
 
 
 def test_an_error_that_all_ranks_raise_is_everybodys():
