@@ -164,13 +164,15 @@ def test_cfg_job_prints_and_stops(rlloop, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"recipes"}
 
 
-@pytest.mark.parametrize("shown", [["doctor"], ["train", "toy", "--cfg", "job"]])
-def test_of_torchruns_ranks_the_first_alone_prints(rlloop, monkeypatch, shown):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, prints in ((1, False), (0, True)):
-        monkeypatch.setenv("RANK", f"{rank}")
+@pytest.mark.parametrize(("shown", "on"), [(["doctor"], {0, 2}), (["train", "toy", "--cfg", "job"], {0})])
+def test_of_torchruns_ranks_the_first_prints_and_of_machines_the_first_of_each(rlloop, monkeypatch, shown, on):
+    for name, value in {"WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
         code, said = rlloop(*shown)
-        assert (code, bool(said)) == (0, prints)
+        assert (code, bool(said)) == (0, rank in on)
 
 
 def test_help_has_examples_and_lists_recipes(rlloop):
