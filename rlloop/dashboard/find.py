@@ -20,28 +20,29 @@ def find_runs(root: Path) -> list[str]:
     Links to folders are followed `LINKED` folders deep where `_is_trusted`. A run that several paths lead to is found
     once, without a link if there is such a path.
     """
-    ids, seen = list[str](), set[tuple[int, int]]()
+    ids = dict[tuple[int, int], str]()
+    seen = dict[tuple[int, int], int]()  # folders, and how deep below them was searched
     tops = [(root, DEPTH)]
     for top, depth in tops:  # which grows by the links that are found
         for folder, below, files in os.walk(top):
             path = Path(folder)
             left = depth - len(path.relative_to(top).parts)
-            place = _place(path)
-            if place is None or place in seen:
+            identity = _identity(path)
+            if identity is None or seen.get(identity, -1) >= left:
                 below.clear()
                 continue
-            seen.add(place)
+            seen[identity] = left
             if "config.yaml" in files and any(mark in files for mark in MARKS):
-                ids.append(path.relative_to(root).as_posix())
+                ids.setdefault(identity, path.relative_to(root).as_posix())
                 below.clear()
             elif left <= 0:
                 below.clear()
             below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
             tops += [(path / name, min(left - 1, LINKED)) for name in below if _is_trusted(path / name)]
-    return sorted(ids)
+    return sorted(ids.values())
 
 
-def _place(folder: Path) -> tuple[int, int] | None:
+def _identity(folder: Path) -> tuple[int, int] | None:
     """What a folder is, whatever leads to it; None for one that is gone."""
     try:
         stat = folder.stat()

@@ -15,6 +15,7 @@ const VIEWS = { charts: showCharts, rollouts: showRollouts, step: showStep, cert
 const REFRESH = { charts: refreshCharts, rollouts: refreshRollouts, step: refreshRollouts, certificate: refreshCertificate };
 const FEW = 4; // runs that are told apart at a glance
 let drawn = "";
+let listed = ""; // the runs as the list shows them: notes are saved into state.runs before the server tells of them
 
 async function draw(force = false) {
   const { view, query } = route();
@@ -52,6 +53,7 @@ const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity
 const found = () => [...state.runs.values()].filter((run) => [run.id, run.status, run.note, ...run.tags].join(" ").toLowerCase().includes($("filter").value.toLowerCase()));
 
 function listRuns() {
+  listed = JSON.stringify([...state.runs]);
   let folder = "";
   $("runs-toggle").textContent = `Runs: ${state.chosen.length} of ${state.runs.size} shown`;
   $("runs").replaceChildren(...found().flatMap((run) => {
@@ -86,13 +88,13 @@ function setRuns(overviews) {
 }
 
 function announce({ runs, ids }) {
-  const before = JSON.stringify([...state.runs]);
+  const none = !state.runs.size;
   const all = new Map([...state.runs.values(), ...runs].map((run) => [run.id, run]));
   state.runs = new Map(ids.filter((id) => all.has(id)).map((id) => [id, all.get(id)]));
   const gone = state.chosen.filter((run) => !state.runs.has(run));
   if (gone.length) state.chosen = state.chosen.filter((run) => state.runs.has(run));
-  if (JSON.stringify([...state.runs]) !== before) listRuns();
-  if (before === "[]" && state.runs.size) { chooseFirst(); draw(true); return; }
+  if (JSON.stringify([...state.runs]) !== listed) listRuns();
+  if (none && state.runs.size) { chooseFirst(); draw(true); return; }
   if (gone.length) draw(true);
   else if (runs.length) REFRESH[route().view]?.(runs.map((run) => run.id));
 }

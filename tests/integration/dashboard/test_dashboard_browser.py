@@ -473,6 +473,7 @@ def test_notes_and_tags(visit, tmp_path):
     assert json.loads((tmp_path / "a" / "notes.json").read_text()) == {
         "note": "lr was too high", "tags": ["paper", "tried"],
     }  # fmt: skip
+    expect(page.locator("#runs .tag")).to_have_text(["paper", "tried"])
     page.fill("#filter", "too high")
     expect(page.locator("#runs .name")).to_have_text(["a"])
 

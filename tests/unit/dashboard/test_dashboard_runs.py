@@ -45,6 +45,17 @@ def test_runs_behind_links_are_found_once(tmp_path):
     assert find_runs(tmp_path / "all") == ["b", "one", "study/late/seed=0"]
 
 
+def test_a_folder_that_two_links_lead_to_is_searched_as_deep_as_the_nearer_one_allows(tmp_path):
+    write_run(tmp_path / "all" / "x" / "y" / "recipe" / "time", 1)
+    write_run(tmp_path / "all" / "near", 1)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(tmp_path / "all")
+    (tmp_path / "runs" / "b").symlink_to(tmp_path / "all" / "x" / "y")
+    assert find_runs(tmp_path / "runs") == ["a/near", "b/recipe/time"]
+    (tmp_path / "runs" / "c").symlink_to(tmp_path / "all" / "x")  # searches y again, and finds nothing new
+    assert find_runs(tmp_path / "runs") == ["a/near", "b/recipe/time"]
+
+
 def test_links_that_lead_nowhere_or_back_end(tmp_path):
     write_run(tmp_path / "runs" / "below" / "a", 1)
     (tmp_path / "runs" / "below" / "up").symlink_to(tmp_path / "runs")
