@@ -5,7 +5,7 @@
     python benchmarks/delta.py shape            # publish, apply and join at size, on all processors; needs no runs
     python benchmarks/delta.py sizes --models demo --lrs 1e-5
 
-`sizes` also reports the strongest plain codec tried (gaps and steps in planes of bytes, each through zstd-1); what
+`sizes` also reports the strongest plain codec tried (gaps and steps in streams of bytes, each through zstd-1); what
 richer conditioning would gain over the old exponent alone (`richer`); masters in bfloat16 that are rounded
 stochastically (the same updates, rounded up or down by chance, so that none is lost on average); and whole versions.
 
@@ -191,8 +191,8 @@ def sizes(work: Path, models: list[str], lrs: list[str], steps: int, pairs: int)
                 Figure(name=f"{name}: full bytes by the encoded tensors'", unit="x", value=total.full / stream,
                        peer="entropy, old exponent known", peer_value=total.full / total.conditional,
                        aim=0.97 if model != "demo" else 0.8),
-                Figure(name=f"{name}: full bytes by the encoded tensors', beside planes", unit="x",
-                       value=total.full / stream, peer="gap and step planes + zstd-1", peer_value=total.full / plain),
+                Figure(name=f"{name}: full bytes by the encoded tensors', beside streams of bytes", unit="x",
+                       value=total.full / stream, peer="gap and step streams + zstd-1", peer_value=total.full / plain),
             ]  # fmt: skip
             figures += [
                 Figure(name=f"{name}: places of changes, bytes given {context}", unit="B", value=size,
