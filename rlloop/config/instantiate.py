@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, did_you_mean
 
 TARGET = "{_target_: package.module.name, ...}"  # for messages
 
@@ -125,8 +124,7 @@ def locate(path: str, key: str) -> Any:
     for position, name in enumerate(names[depth:], start=depth):
         if not hasattr(value, name):
             where = ".".join(names[:position])
-            near = difflib.get_close_matches(name, dir(value), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = did_you_mean(name, dir(value))
             raise ConfigError(f"{key} is {path!r}, and {where} has no {name!r}{hint}")
         value = getattr(value, name)
     return value

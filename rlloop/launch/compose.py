@@ -188,9 +188,8 @@ def _choose_task(composed: DictConfig, name: str, of_task: Sequence[str], rest: 
             known = [each for each in TASKS[name] if each != "_target_"]
             inside = key.partition(".")[0]
             if inside not in known or (key != inside and not isinstance(TASKS[name][inside], dict)):
-                near = difflib.get_close_matches(inside, known, n=1)
-                meant = f"; did you mean task.{near[0]}?" if near else ""
-                raise ConfigError(f"{text!r}: task={name} has no key task.{key}{meant} It has {', '.join(known)}")
+                hint = did_you_mean(inside, known)
+                raise ConfigError(f"{text!r}: task={name} has no key task.{key}{hint}; it has {', '.join(known)}")
             OmegaConf.update(composed.task, key, parsed.value(), force_add=True)
 
 
@@ -324,10 +323,9 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
     known = flat_keys(_compose(folder, stem, []))
     parent = key.rpartition(".")[0]
     if is_free(parent):
-        near = difflib.get_close_matches(key, [name for name in known if name.rpartition(".")[0] == parent], n=1)
-        meant = f"; did you mean {near[0]}?" if near else ";"
+        hint = did_you_mean(key, [name for name in known if name.rpartition(".")[0] == parent])
         return (
-            f"{override!r}: the recipe has no key {key}{meant} {parent} is free, so a new one is added by +{override}"
+            f"{override!r}: the recipe has no key {key}{hint}; {parent} is free, so a new one is added by +{override}"
         )
     return f"{override!r}: there is no key {key}" + _nearest(key, known)
 

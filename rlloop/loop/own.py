@@ -14,7 +14,6 @@ The dashboard, `rlloop compare` and `rlloop verify` read what such a loop record
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, Self, overload
 import numpy as np
 
 from rlloop.config.run import ParityConfig, ParityMode
-from rlloop.errors import ConfigError, ParityError, RunError
+from rlloop.errors import ConfigError, ParityError, RunError, did_you_mean
 from rlloop.loop.step_data import reward_metrics, rollout_metrics
 from rlloop.parity.certificate import Certificate, content_digest
 from rlloop.parity.monitor import ParityMonitor
@@ -105,8 +104,7 @@ class Run:
         known = dict.fromkeys(name for record in records for name in record)
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=3)
-                raise ConfigError(f"{self.path} has no metric {name!r}" + (f"; it has {', '.join(near)}" * bool(near)))
+                raise ConfigError(f"{self.path} has no metric {name!r}{did_you_mean(name, known, count=3)}")
         return {name: [record.get(name) for record in records] for name in ("step", *(names or [*known][1:]))}
 
     @overload
@@ -354,9 +352,8 @@ def _read_rows(
 def _check_row(where: str, row: Mapping[str, Any]) -> None:
     for name in row:
         if name not in COLUMNS:
-            near = difflib.get_close_matches(str(name), COLUMNS, n=1)
-            meant = f"; did you mean {near[0]}?" if near else f"; it may have {', '.join(COLUMNS)}"
-            raise ConfigError(f"{where}: {name!r} is not a column{meant}")
+            hint = did_you_mean(str(name), COLUMNS) or f"; it may have {', '.join(COLUMNS)}"
+            raise ConfigError(f"{where}: {name!r} is not a column{hint}")
     if "reward" not in row:
         raise ConfigError(f"{where} has no reward; give a number")
     if "completion" not in row and "text" not in row:

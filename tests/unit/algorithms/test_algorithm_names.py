@@ -316,7 +316,7 @@ def test_an_estimator_of_ones_own():
             {"loss": target("loss", power="2"), "advantage": "raw"},
             "algorithm.loss.power is '2'; own_algorithm.loss takes",
         ),
-        ({"loss": "grpo", "advantage": target("double")}, "own_algorithm has no 'double'; did you mean doubled?"),
+        ({"loss": "grpo", "advantage": target("double")}, "own_algorithm has no 'double' (did you mean doubled?)"),
         ({"loss": "grpo", "advantage": target("loss")}, "algorithm.advantage._target_: own_algorithm.loss"),
         (
             {"loss": "grpo", "advantage": "raw", "correction": {"mine": target("half", facor=1.0)}},

@@ -76,7 +76,7 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
         ("rollout.groupsize=4", "did you mean rollout.group_size"),
         ("rewards._target_=x", "no key rewards; did you mean reward?"),
         ("reward.weight=1", "reward is free, so a new one is added by +reward.weight=1"),
-        ("algorithm.loss_args.clip_hihg=1", "did you mean algorithm.loss_args.clip_high?"),
+        ("algorithm.loss_args.clip_hihg=1", "algorithm.loss_args.clip_high?); algorithm.loss_args is free"),
         ("+algorithm.loss_args.clip_high=1", "+algorithm.loss_args.clip_high=1: Could not append to config"),
         ("rollout.drift=int4", "rollout.drift is a section, and its keys are set one by one: rollout.drift.weights, "),
         ("rollout.drift.dtype=1", "did you mean model.dtype? Else there are rollout.drift.weights"),

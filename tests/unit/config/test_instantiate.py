@@ -61,7 +61,7 @@ def test_a_bound_class_is_not_called_yet():
         ({"_target_": "mine.reward", "weight": True}, "section.weight is True"),
         ({"_target_": "mine.reward", "mode": "max"}, "mine.reward takes Literal['sum', 'mean']"),
         ({"_target_": "mine.number"}, "is a int, not a function or class"),
-        ({"_target_": "mine.rewrad"}, "mine has no 'rewrad'; did you mean reward?"),
+        ({"_target_": "mine.rewrad"}, "mine has no 'rewrad' (did you mean reward?)"),
         ({"_target_": "nowhere.reward"}, "there is no module 'nowhere'"),
         ({}, "section._target_ is None"),
     ],

@@ -41,7 +41,7 @@ def test_files_of_the_recipes_own_task_are_not_asked_for():
             r"task is 'verifier'; it must be one of verifiers, reasoning_gym \(did you mean verifiers\?",
         ),
         (["task=verifiers"], r"task.name must be given"),
-        (["task=verifiers", "task.name=a", "task.harnes=null"], r"did you mean task.harness\?"),
+        (["task=verifiers", "task.name=a", "task.harnes=null"], r"\(did you mean harness\?\); it has name, "),
         (["task=verifiers", "task.name=a", "~task.harness"], r"needs all of its keys"),
     ],
 )

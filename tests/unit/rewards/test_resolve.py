@@ -63,7 +63,7 @@ def test_the_shipped_one():
         ({"_target_": "rlloop..verify"}, "must be a dotted path"),
         ({"_target_": "no_such_package.reward"}, "there is no module 'no_such_package'"),
         ({"_target_": "rlloop.rewards.nothing.reward"}, "rlloop.rewards has no 'nothing'"),
-        ({"_target_": "rlloop.rewards.countdown.verfy"}, "has no 'verfy'; did you mean verify"),
+        ({"_target_": "rlloop.rewards.countdown.verfy"}, "has no 'verfy' .did you mean verify"),
         ({"_target_": f"{__name__}.number"}, "is a int, not a function or class"),
         ({"_target_": f"{__name__}.scaled"}, "missing a required argument: 'scale'"),
         ({"_target_": f"{__name__}.scaled", "scal": 1}, r"reward\.scal is no argument .* allowed are scale, offset"),
