@@ -271,10 +271,10 @@ class Loop:
         outcomes = outcomes_of(self.parts.scorer, samples)
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if failed:
-            self.folder.log(f"{len(failed)} of {len(samples)} held-out samples failed, first: {failed[0]}")
         if not results:
             raise RewardsFailed(f"every one of {len(failed)} held-out samples failed; first: {failed[0]}")
+        if failed:
+            self.folder.log(f"{len(failed)} of {len(samples)} held-out samples rejected, first: {failed[0]}")
         return results, failed
 
     def save(self, step: int) -> None:
