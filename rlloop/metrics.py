@@ -147,10 +147,10 @@ def pass_or_fail(rewards: Iterable[tuple[float, float]]) -> bool:
 OUTCOMES = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
 
 
-def outcomes(metrics: Mapping[str, Any], given: str | None = None) -> list[tuple[float, float]]:
+def outcomes(metrics: Mapping[str, Any], offline: str | None = None) -> list[tuple[float, float]]:
     """(mean reward, fraction solved) of a record: of the step's training batch, and held out. Of a run on given
     completions, held out alone."""
-    pairs = [tuple(metrics.get(name) for name in pair) for pair in (OUTCOMES[1:] if given else OUTCOMES)]
+    pairs = [tuple(metrics.get(name) for name in pair) for pair in (OUTCOMES[1:] if offline else OUTCOMES)]
     return [(reward, solved) for reward, solved in pairs if reward is not None and solved is not None]
 
 
@@ -164,10 +164,10 @@ OBJECTIVE = {
 }
 
 
-def held_out_names(given: str | None) -> tuple[str, str]:
-    """What `eval/reward` and `eval/solved` are called. `given`: the kind of given completions, if a run's are; a reward
-    model (verdicts) is evaluated by pairs."""
-    return ("margin", "preference accuracy") if given == "verdicts" else ("reward", "pass@1")
+def held_out_names(offline: str | None) -> tuple[str, str]:
+    """What `eval/reward` and `eval/solved` are called. `offline`: the kind of given completions, if a run's are; a
+    reward model (verdicts) is evaluated by pairs."""
+    return ("margin", "preference accuracy") if offline == "verdicts" else ("reward", "pass@1")
 
 
 class Sink(Protocol):

@@ -10,9 +10,10 @@ from rlloop.cli.parser import new_parser
 COMPARE = """\
 Compare runs: outcomes, whether each collapsed, and the settings that differ.
 
-Runs that differ in the seed only are one arm, with a band over its seeds, each seed's pass@1 at the end, and bootstrap
-intervals of their mean and of the difference from the control. That is the first arm; of a multirun, one without a
-mismatch. Collapse is decided by the rule in the runs' configurations (eval.collapse_fraction, eval.collapse_evals).
+Runs that differ in the seed only are one arm, with a band over its seeds, each seed's outcome at the end (pass@1, mean
+reward or preference accuracy), and bootstrap intervals of their mean and of the difference from the control. That is
+the first arm; of a multirun, one without a mismatch. Collapse is decided by the rule in the runs' configurations
+(eval.collapse_fraction, eval.collapse_evals).
 """
 
 COMPARE_EXAMPLES = """\

@@ -41,8 +41,8 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 
 
-def given_kind(config: Mapping[str, Any]) -> str | None:
+def offline_kind(config: Mapping[str, Any]) -> str | None:
     """`task.kind` of a run on given completions (recipe `offline`): demonstrations, preferences or verdicts; None of
     other runs. Rewards in training are then the task's own constants. `config`: flat, dotted key -> value."""
-    is_given = str(config.get("task._target_")).endswith("recipes.offline.task.Given")
-    return str(config.get("task.kind")) if is_given else None
+    is_offline = str(config.get("task._target_")).endswith("recipes.offline.task.Given")
+    return str(config.get("task.kind")) if is_offline else None

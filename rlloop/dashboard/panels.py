@@ -67,7 +67,7 @@ HELD_OUT = {
 }  # fmt: skip
 
 PASSES = {"eval/solved", "eval/engine_solved", "reward/solved"}  # not shown where nothing passes or fails
-# Of given completions, whose rewards the task made: not shown.
+# Constant in runs on given completions, so not shown.
 CONSTANT = {"reward/mean", "reward/std", "reward/solved", "reward/groups_without_signal"}
 
 SECTIONS: tuple[Section, ...] = (
@@ -273,8 +273,9 @@ SECTIONS: tuple[Section, ...] = (
 )  # fmt: skip
 
 
-def present(names: Iterable[str]) -> list[dict[str, Any]]:
+def present(names: Iterable[str], solves: str = "pass@1") -> list[dict[str, Any]]:
     """Sections and panels that have any of the metrics `names`, as JSON values, with `metrics` resolved to names.
+    `solves`: what `eval/solved` is called (`rlloop.metrics.held_out_names`).
 
     A pattern matches only metrics that no panel names and no earlier pattern matched.
     """
@@ -290,7 +291,8 @@ def present(names: Iterable[str]) -> list[dict[str, Any]]:
             if matched:
                 shown.update(matched)
                 named = any(name not in patterns for name in matched)  # the title does not name those matched
-                panels.append({**asdict(panel), "metrics": list(dict.fromkeys(matched)), "named": named})
+                resolved = {"title": panel.title.replace("pass@1", solves), "metrics": list(dict.fromkeys(matched))}
+                panels.append({**asdict(panel), **resolved, "named": named})
         if panels:
             sections.append({"title": section.title, "panels": panels, "parity": section.parity})
     rest = [name for name in have if name not in shown]

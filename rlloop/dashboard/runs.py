@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from rlloop.config.resume import flatten
-from rlloop.config.tasks import given_kind
+from rlloop.config.tasks import offline_kind
 from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.metrics import OUTCOMES, pass_or_fail
@@ -34,7 +34,7 @@ ENDED_BADLY = ("failed", "parity broken")
 QUIET = 120.0  # a run counts as live until so many seconds, or five steps' time, after its last record
 TOTALLED = (
     "parity/tokens", "parity/tokens_different", "parity/k3", "eval/solved", "eval/reward", "reward/mean",
-    "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained",
+    "reward/solved", "time/step", "loss/tokens_discarded", "loss/entropy", "rollout/length_mean", "ledger/trained",
     "ledger/sampled", "loss/total",
 )  # fmt: skip
 CERTIFIED = ("step", "version", "tokens", "tokens_different", "engine", "trainer", "previous", "hash")
@@ -199,19 +199,18 @@ class Run:
             self._config = stamp, flatten(loaded) if isinstance(loaded, Mapping) else {}
         return self._config[1]
 
-    def given(self) -> str | None:
+    def offline(self) -> str | None:
         """The kind of given completions, of a run that trains on such: its rewards in training are constants."""
         try:
-            return given_kind(self.config())
+            return offline_kind(self.config())
         except (OSError, yaml.YAMLError):
             return None
 
     def passes(self) -> bool:
         """True if pass@1 says something of the run."""
-        given = self.given()
         with self.metrics() as metrics:
-            pairs = [zip(*map(metrics.column, names), strict=True) for names in (OUTCOMES[1:] if given else OUTCOMES)]
-        return given == "verdicts" or pass_or_fail(chain(*pairs))
+            columns = {name: metrics.column(name) for name in chain(*OUTCOMES)}
+        return _passes(columns, self.offline())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A JSON object of the run's folder; None if there is none that can be read."""
@@ -261,6 +260,7 @@ class Run:
         """Sums, means and courses of metrics over all steps so far."""
         with self.metrics() as metrics:
             columns = {name: metrics.column(name) for name in (*TOTALLED, "step")}
+        offline = self.offline()
 
         def series(name: str) -> np.ndarray:
             values = columns[name]
@@ -279,10 +279,10 @@ class Run:
             "k3_max": float(np.abs(k3).max()) if len(k3) else None,
             "k3_mean": float(k3.mean()) if len(k3) else None,
             "pass": course("eval/solved"),
-            "passes": self.passes(),
-            "given": self.given(),
+            "passes": _passes(columns, offline),
+            "offline": offline,
             "held_out": course("eval/reward"),
-            "reward": None if self.given() else course("reward/mean"),
+            "reward": None if offline else course("reward/mean"),
             "loss": course("loss/total"),
             "length": course("rollout/length_mean"),
             "entropy": course("loss/entropy"),
@@ -325,6 +325,12 @@ class Run:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 return record, problem
         return {}, problem
+
+
+def _passes(columns: Mapping[str, np.ndarray], offline: str | None) -> bool:
+    """True if pass@1 says something. `columns`: those of `OUTCOMES` by name; `offline`: as of `Run.offline`."""
+    pairs = (zip(*map(columns.__getitem__, names), strict=True) for names in (OUTCOMES[1:] if offline else OUTCOMES))
+    return offline == "verdicts" or pass_or_fail(chain(*pairs))
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -30,6 +30,7 @@ from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError, RunError
+from rlloop.metrics import held_out_names
 from rlloop.runs.images import ImageStore
 from rlloop.study.analysis import repeats
 from rlloop.web.requests import body_of, parsed, whole_number
@@ -95,10 +96,11 @@ def make_app(dashboard: Dashboard) -> Starlette:
         chosen = _runs(dashboard, request.query_params.getlist("run"))
         for run in chosen:
             with run.metrics() as metrics:
-                names |= metrics.names - (panels.CONSTANT if run.given() else set())
+                names |= metrics.names - (panels.CONSTANT if run.offline() else set())
         if not any(run.passes() for run in chosen):
             names -= panels.PASSES
-        return _reply(panels.present(names))
+        kinds = {run.offline() for run in chosen}
+        return _reply(panels.present(names, held_out_names(kinds.pop() if len(kinds) == 1 else None)[1]))
 
     def totals(request: Request) -> Response:
         run = _run(dashboard, request)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rlloop.config.resume import flatten
+from rlloop.config.tasks import offline_kind
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import build, compose_recipe
 from rlloop.launch.make import make_engine, vocabulary_of
@@ -18,7 +20,7 @@ from rlloop.launch.prepare import prepare
 from rlloop.launch.stored import Stored
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import outcomes_of
-from rlloop.metrics import pass_or_fail
+from rlloop.metrics import held_out_names, pass_or_fail
 from rlloop.types import RewardResult
 
 
@@ -31,12 +33,15 @@ class Evaluation:
     solved: list[bool]
     failed: int  # completions without a reward
     rows: list[dict[str, Any]]
+    offline: str | None = None  # the kind of given completions, of a task of such
 
     def describe(self) -> str:
         """One line for each number, with its standard error."""
         lines = [f"{self.folder}: {len(self.rewards)} held-out completions"]
         passes = pass_or_fail(zip(self.rewards, self.solved, strict=True))
-        for name, values in (("pass@1", self.solved), ("reward", self.rewards))[0 if passes else 1 :]:
+        passes |= self.offline == "verdicts" or not any(self.rewards)  # continuous rewards are hardly ever all 0
+        reward, solves = held_out_names(self.offline)
+        for name, values in ((solves, self.solved), (reward, self.rewards))[0 if passes else 1 :]:
             error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
             lines.append(f"  {name}  {np.mean(values):.4f} ± {error:.4f}")
         if self.failed:
@@ -85,4 +90,5 @@ def evaluate(
         rows.append(row)
     if not rewards:
         raise ConfigError(f"every one of {len(rows)} completions has no reward; first: {rows[0]['failed']}")
-    return Evaluation(stored.folder, rewards, solved, len(rows) - len(rewards), rows)
+    kind = offline_kind(flatten({"task": config.task}))
+    return Evaluation(stored.folder, rewards, solved, len(rows) - len(rewards), rows, kind)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from rlloop.config.fleet import FleetKind
 from rlloop.config.resume import flatten
 from rlloop.config.run import Launch, RunConfig
-from rlloop.config.tasks import given_kind
+from rlloop.config.tasks import offline_kind
 from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
 from rlloop.launch.garbage import collect_rarely
@@ -65,9 +65,9 @@ class Job:
     callbacks: Sequence[Any] = ()  # objects with any of on_start(run), on_step(step, metrics), on_end(run)
 
     @property
-    def given(self) -> str | None:
+    def offline(self) -> str | None:
         """The kind of given completions, of a run that trains on such."""
-        return given_kind(flatten(self.plain))
+        return offline_kind(flatten(self.plain))
 
 
 Builder = Callable[[RunConfig, Prepared, RunFolder], AbstractContextManager[Parts]]
@@ -101,7 +101,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         callbacks = Callbacks(job.callbacks, Run(job.folder))
-        conclude = partial(_conclude, folder, job.given)
+        conclude = partial(_conclude, folder, job.offline)
         try:
             finished = None
             while finished is None:
@@ -153,7 +153,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             return STOPPED if callbacks.reason else INTERRUPTED
         summary, records = conclude("finished")
         callbacks.end()
-        print_summary(console, folder.path, summary, records, job.given)
+        print_summary(console, folder.path, summary, records, job.offline)
         return 0
 
 
@@ -216,7 +216,7 @@ def _drive(
         changed = note_reward(folder, prepared.scorer.reward, start)
         certificate.note(reward=reward_digest(prepared.scorer.reward))
         folder.log(f"{job.recipe}: starting after step {start} of {config.trainer.num_steps}, process {os.getpid()}")
-        progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start, job.given))
+        progress = stack.enter_context(Progress(console, job.recipe, config.trainer.num_steps, start, job.offline))
         progress.recall(read_records(folder.metrics.path) if start else ())
         progress.note(f"{folder.path}: " + (f"resuming after step {start}" if start else "a new run"))
         if changed is not None:
@@ -239,14 +239,14 @@ def _drive(
     return last >= config.trainer.num_steps
 
 
-def _conclude(folder: RunFolder, given: str | None, status: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _conclude(folder: RunFolder, offline: str | None, status: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """summary.json and curve.png, from the records. Returns the summary and the records."""
     from rlloop.runs.plots import draw  # matplotlib takes a second to import: not at start-up
 
     metrics = list(read_records(folder.metrics.path))
     summary = summarize(metrics, status)
     if metrics:
-        draw({folder.path.name: metrics}, folder.path / "curve.png", given)
+        draw({folder.path.name: metrics}, folder.path / "curve.png", offline)
     folder.write_json("summary.json", summary)
     return summary, metrics
 

@@ -33,9 +33,9 @@ class Output(Console):
 class Progress:
     """Shows a loop's progress. Use as a context manager, which restores the terminal."""
 
-    def __init__(self, console: Console, title: str, num_steps: int, start: int, given: str | None = None) -> None:
-        """`given`: of a run on given completions, their kind (`rlloop.config.tasks.given_kind`)."""
-        self.console, self.title, self.num_steps, self.given = console, title, num_steps, given
+    def __init__(self, console: Console, title: str, num_steps: int, start: int, offline: str | None = None) -> None:
+        """`offline`: of a run on given completions, their kind (`rlloop.config.tasks.offline_kind`)."""
+        self.console, self.title, self.num_steps, self.offline = console, title, num_steps, offline
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._first, self._began = start, time.monotonic()
         self._shown = 0.0
@@ -67,7 +67,7 @@ class Progress:
     def _count(self, metrics: Mapping[str, Any]) -> None:
         if "eval/solved" in metrics:
             self._held_out.append((metrics["eval/solved"], metrics.get("eval/reward", metrics["eval/solved"])))
-        self._outcomes += outcomes(metrics, self.given)
+        self._outcomes += outcomes(metrics, self.offline)
         self._sampled += metrics.get("ledger/sampled", 0)
         self._rejected += metrics.get("ledger/rejected", 0)
         self._undrawn += metrics.get("eval/rejected", 0)
@@ -92,9 +92,9 @@ class Progress:
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:
-        facts, passes = [], self.given == "verdicts" or pass_or_fail(self._outcomes)
-        reward, solves = held_out_names(self.given)
-        if self.given:
+        facts, passes = [], self.offline == "verdicts" or pass_or_fail(self._outcomes)
+        reward, solves = held_out_names(self.offline)
+        if self.offline:
             facts = [f"{label} {metrics[name]:.3f}" for name, label in OBJECTIVE.items() if name in metrics]
         elif "reward/mean" in metrics:
             facts.append(f"reward {metrics['reward/mean']:.3f}")
@@ -113,7 +113,7 @@ class Progress:
         facts = []
         if "parity/k3" in metrics:
             facts.append(f"KL {short(metrics['parity/k3'])} ({self._different:,} of {self._tokens:,} tokens differ)")
-        speed = f"perf/{'trainer' if self.given else 'rollout'}_tokens_per_s"
+        speed = f"perf/{'trainer' if self.offline else 'rollout'}_tokens_per_s"
         if speed in metrics:
             facts.append(f"{metrics[speed]:,.0f} tokens/s")
         if self._first < step < self.num_steps:
@@ -131,9 +131,9 @@ def print_summary(
     folder: Path,
     summary: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
-    given: str | None = None,
+    offline: str | None = None,
 ) -> None:
-    """One screen: results, train-inference KL, and the paths of the records. `given`: as of `Progress`."""
+    """One screen: results, train-inference KL, and the paths of the records. `offline`: as of `Progress`."""
 
     def series(name: str) -> list[float]:
         return [record[name] for record in records if record.get(name) is not None]
@@ -143,27 +143,27 @@ def print_summary(
     )
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    means = [summary[name].get("best") for name in (["eval/reward"] if given else ["eval/reward", "reward/mean"])]
+    means = [summary[name].get("best") for name in (["eval/reward"] if offline else ["eval/reward", "reward/mean"])]
     best, solved = [mean for mean in means if mean is not None], summary["eval/solved"].get("best")
-    passes = given == "verdicts" or means[0] is None or solved is None or pass_or_fail([(max(best), solved)])
+    passes = offline == "verdicts" or means[0] is None or solved is None or pass_or_fail([(max(best), solved)])
     graded = not passes or summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
-    reward, solves = held_out_names(given)
+    reward, solves = held_out_names(offline)
     courses = {
         "eval/solved": (f"{solves}, held-out", passes),
         "eval/reward": (f"{reward}, held-out", graded),
-        "reward/mean": ("reward, training", not given),
+        "reward/mean": ("reward, training", not offline),
     }
     for name, (label, shown) in courses.items():
         if summary[name] and shown:
             table.add_row(label, "{first:.3f} -> {last:.3f} (best {best:.3f})".format(**summary[name]))
-    for name, label in OBJECTIVE.items() if given else ():
+    for name, label in OBJECTIVE.items() if offline else ():
         if values := series(name):
             table.add_row(f"{label}, training", f"{values[0]:.3f} -> {values[-1]:.3f}")
     parity, ledger = summary["parity"], summary["ledger"]
     table.add_row("train-inference KL", f"at most {short(parity['k3_max'])} in any step")
     table.add_row("tokens that differ", f"{parity['tokens_different']:,} of {parity['tokens']:,}")
     counts = {name: count for name, count in ledger.items() if count}
-    if given:
+    if offline:
         counts = {name: count for name, count in counts.items() if name not in ("sampled", "accepted")}
     table.add_row("completions", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     if undrawn := int(sum(series("eval/rejected"))):

@@ -1,4 +1,4 @@
-"""Plots of runs: reward and pass@1, held-out over training, and train-inference KL over steps."""
+"""Plots of runs over steps: reward and pass@1 (held-out over training), or the loss; and train-inference KL."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ PANELS = (
 )
 
 
-def _given_panels(given: str) -> list[tuple[str, str | None, str | None]]:
+def _offline_panels(offline: str) -> list[tuple[str, str | None, str | None]]:
     """Of a run on given completions, which has losses in place of rewards."""
-    accuracy, held_out = "loss/reward_accuracy", (held_out_names(given)[1], "eval/solved")
-    panels = (
-        [(*held_out, accuracy)] if given == "verdicts" else [("preference accuracy", None, accuracy), (*held_out, None)]
-    )
+    accuracy, held_out = "loss/reward_accuracy", (held_out_names(offline)[1], "eval/solved")
+    if offline == "verdicts":
+        panels = [(*held_out, accuracy)]
+    else:
+        panels = [("preference accuracy", None, accuracy), (*held_out, None)]
     return [("loss", None, "loss/total"), *panels, PANELS[-1]]
 
 
-def draw(runs: Mapping[str, Records], file: Path, given: str | None = None) -> None:
-    """Curves of one or several runs, by name, as a PNG. `given`: the kind of given completions, if theirs are."""
+def draw(runs: Mapping[str, Records], file: Path, offline: str | None = None) -> None:
+    """Curves of one or several runs, by name, as a PNG. `offline`: the kind of given completions, if theirs are."""
     passes = any(pass_or_fail(pair for record in records for pair in outcomes(record)) for records in runs.values())
     panels = [panel for panel in PANELS if passes or panel[0] != "pass@1"]
-    if given:
+    if offline:
         recorded = {name for records in runs.values() for record in records for name in record}
-        panels = [panel for panel in _given_panels(given) if not recorded.isdisjoint(panel[1:])]
+        panels = [panel for panel in _offline_panels(offline) if not recorded.isdisjoint(panel[1:])] or [PANELS[-1]]
     width = max(12, 4 * len(panels))
     figure = Figure(figsize=(width, 3.6))  # margins given: a layout engine would take most of the drawing's time
     FigureCanvasAgg(figure)
     margins = {"left": 0.05, "right": 0.99, "bottom": 0.14, "top": 0.91, "wspace": 0.22}
-    for axes, (title, main, training) in zip(figure.subplots(1, len(panels), gridspec_kw=margins), panels, strict=True):
+    row = figure.subplots(1, len(panels), squeeze=False, gridspec_kw=margins)[0]
+    for axes, (title, main, training) in zip(row, panels, strict=True):
         for index, (run, records) in enumerate(runs.items()):
             name = run if len(runs) > 1 else ""
             colour = COLOURS[index % len(COLOURS)]

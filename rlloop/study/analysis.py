@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.config.resume import flatten, with_defaults
-from rlloop.config.tasks import given_kind
+from rlloop.config.tasks import offline_kind
 from rlloop.metrics import held_out_names, outcomes, pass_or_fail
 from rlloop.runs.folder import read_config, read_records
 
@@ -77,17 +77,17 @@ PASS = HeldOut("pass@1", "eval/solved", "eval/engine_solved")
 
 def held_out_of(arms: Sequence[Arm]) -> HeldOut:
     """pass@1 where a run's completions pass or fail, else the mean reward; of reward models, the order of pairs."""
-    runs = [(run, given_kind(run.config)) for arm in arms for run in arm.runs]
-    if {given for _, given in runs} == {"verdicts"}:
+    runs = [(run, offline_kind(run.config)) for arm in arms for run in arm.runs]
+    if {offline for _, offline in runs} == {"verdicts"}:
         return HeldOut(held_out_names("verdicts")[1], PASS.metric, PASS.engine_metric)
-    if any(pass_or_fail(pair for each in run.records for pair in outcomes(each, given)) for run, given in runs):
+    if any(pass_or_fail(pair for each in run.records for pair in outcomes(each, offline)) for run, offline in runs):
         return PASS
     return HeldOut("reward", "eval/reward", "eval/engine_reward")
 
 
-def is_given(arm: Arm) -> bool:
+def is_offline(arm: Arm) -> bool:
     """True for runs on given completions, whose rewards in training are constants."""
-    return given_kind(arm.runs[0].config) is not None
+    return offline_kind(arm.runs[0].config) is not None
 
 
 @dataclass(frozen=True)

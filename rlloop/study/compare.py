@@ -23,6 +23,7 @@ from rlloop.study.analysis import (
     Arm,
     CollapseRule,
     Dose,
+    HeldOut,
     Interval,
     Run,
     arms_of,
@@ -33,7 +34,7 @@ from rlloop.study.analysis import (
     dose,
     ends,
     held_out_of,
-    is_given,
+    is_offline,
     last_part,
     over_seeds,
     verdict_of,
@@ -71,8 +72,8 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
         arms = sorted(
             arms, key=lambda arm: (any(doses[run.path].largest > 0 for run in arm.runs), departures(arm, arms))
         )
-    names = [arm.name for arm in arms]
-    outcomes, configuration = _outcomes(arms, doses), differences(arms)
+    names, held_out = [arm.name for arm in arms], held_out_of(arms)
+    outcomes, configuration = _outcomes(arms, doses, held_out), differences(arms)
     console = Console()
     for title, rows in (("outcomes", outcomes), ("configuration", configuration)):
         if rows:
@@ -89,7 +90,7 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
     rules = "; or, in some runs: ".join(dict.fromkeys(str(CollapseRule.of(run)) for run in runs))
     if _judged(arms, doses):
         console.print(f"Collapse, as declared before the runs: {rules}", highlight=False, soft_wrap=True)
-    for file in [] if output is None else _write(output, arms, doses, outcomes, configuration, rules):
+    for file in [] if output is None else _write(output, arms, doses, held_out, outcomes, configuration, rules):
         console.print(f"written: {file}", highlight=False, soft_wrap=True)
 
 
@@ -99,13 +100,12 @@ def _runs_in(path: Path) -> list[Path]:
     return inside if inside and not (path / "config.yaml").is_file() else [require_run(path)]
 
 
-def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
+def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose], held_out: HeldOut) -> Rows:
     summaries = {run.path: summarize(run.records, "") for arm in arms for run in arm.runs}
-    held_out = held_out_of(arms)
     name, metric = held_out.name, held_out.metric
 
-    def curve(arm: Arm, name: str, best: bool = True) -> str:
-        series = [[value for _, value in run.series(name)] for run in arm.runs if run.series(name)]
+    def curve(arm: Arm, column: str, best: bool = True) -> str:
+        series = [[value for _, value in run.series(column)] for run in arm.runs if run.series(column)]
         if not series:
             return "-"
         first, last, most = (sum(map(of, series)) / len(series) for of in (lambda s: s[0], lambda s: s[-1], max))
@@ -126,12 +126,12 @@ def _outcomes(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> Rows:
         (f"{name} at the end, by seed", [_by_seed(ends(arm, metric)) for arm in arms]),
         (f"{name} at the end, 95% interval", [_text(bootstrap([*ends(arm, metric).values()])) for arm in arms]),
         (f"its difference from {arms[0].name}", ["-", *(_text(difference(arm, arms[0], metric)) for arm in arms[1:])]),
-        *[("reward, held-out", [curve(arm, "eval/reward") for arm in arms])][0 if held_out == PASS else 1 :],
+        *([("reward, held-out", [curve(arm, "eval/reward") for arm in arms])] if held_out == PASS else []),
         (f"{name}, held-out, through the engine", [curve(arm, held_out.engine_metric) for arm in arms]),
-        ("reward, training", ["-" if is_given(arm) else curve(arm, "reward/mean") for arm in arms]),
+        ("reward, training", ["-" if is_offline(arm) else curve(arm, "reward/mean") for arm in arms]),
         *(
-            (f"{label}, training", [curve(arm, each, best=False) if is_given(arm) else "-" for arm in arms])
-            for each, label in OBJECTIVE.items()
+            (f"{label}, training", [curve(arm, column, best=False) if is_offline(arm) else "-" for arm in arms])
+            for column, label in OBJECTIVE.items()
         ),
         ("largest train-inference KL (k3)", each(lambda run: abs(summaries[run.path]["parity"]["k3_max"]), "{:.3g}")),
         ("KL as applied: its first 20 steps", each(lambda run: doses[run.path].early, "{:.3g}")),
@@ -188,16 +188,21 @@ def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
 
 
 def _write(
-    output: Path, arms: Sequence[Arm], doses: Mapping[Path, Dose], outcomes: Rows, configuration: Rows, rules: str
+    output: Path,
+    arms: Sequence[Arm],
+    doses: Mapping[Path, Dose],
+    held_out: HeldOut,
+    outcomes: Rows,
+    configuration: Rows,
+    rules: str,
 ) -> list[Path]:
     from rlloop.study.plots import draw_arms, draw_doses  # matplotlib takes a second to import
 
-    curves = draw_arms(arms)
+    curves = draw_arms(arms, held_out)
     if output.suffix == ".png":
         return _save({output: curves})
-    held_out = held_out_of(arms)
     dosed = [run for arm in arms for run in arm.runs if doses[run.path].largest > 0 and run.series(held_out.metric)]
-    response = draw_doses(arms, doses) if dosed else None
+    response = draw_doses(arms, doses, held_out) if dosed else None
     names, machines = [arm.name for arm in arms], _machines(arms)
     data = {
         "rule": rules,

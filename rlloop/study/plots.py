@@ -11,11 +11,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rlloop.runs.plots import COLOURS, DASHES, LINTHRESH
-from rlloop.study.analysis import Arm, Dose, Run, band, held_out_of, is_given
+from rlloop.study.analysis import Arm, Dose, HeldOut, Run, band, is_offline
 
 Panel = tuple[str, str, str | None]  # title, metric, and the engine's own metric, if there is one: drawn dashed
 TRAINING: Panel = ("reward of the training batch", "reward/mean", None)
-GIVEN: Panel = ("loss of the given completions", "loss/total", None)  # whose rewards are constants
+OFFLINE: Panel = ("loss of the given completions", "loss/total", None)  # whose rewards are constants
 PANELS: tuple[Panel, ...] = (
     ("train-inference KL (k3)", "parity/k3", None),
     ("tokens discarded by clipping or masking", "loss/tokens_discarded", None),
@@ -25,11 +25,10 @@ PANELS: tuple[Panel, ...] = (
 BANDED = 8  # more arms than this are drawn without bands
 
 
-def draw_arms(arms: Sequence[Arm]) -> bytes:
+def draw_arms(arms: Sequence[Arm], held_out: HeldOut) -> bytes:
     """All panels as a PNG: for each arm a line (mean over seeds) in a band (smallest to largest)."""
-    held_out = held_out_of(arms)
     title = f"held-out {held_out.name} (dashed: through the engine)"
-    training = GIVEN if all(is_given(arm) for arm in arms) else TRAINING
+    training = OFFLINE if all(is_offline(arm) for arm in arms) else TRAINING
     panels = (training, (title, held_out.metric, held_out.engine_metric), *PANELS)
     longest = max(len(run.records) for arm in arms for run in arm.runs)
     window = max(1, longest // 40)
@@ -55,15 +54,13 @@ def draw_arms(arms: Sequence[Arm]) -> bytes:
         elif metric == "loss/grad_norm" and axes.dataLim.ymax > 0:
             axes.set_yscale("log", nonpositive="clip")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(5, len(lines)), frameon=False)
     return png_of(figure)
 
 
-def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
-    """Last held-out pass@1 (or what else `held_out_of` says) of every run against its dose, as a PNG. `doses`: by the
-    run's path."""
-    held_out = held_out_of(arms)
+def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose], held_out: HeldOut) -> bytes:
+    """Last held-out outcome of every run against its dose, as a PNG. `doses`: by the run's path."""
     figure = new_figure(8.5, 5)
     axes = figure.subplots()
     for index, arm in enumerate(arms):
@@ -77,7 +74,7 @@ def draw_doses(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bytes:
                 axes.scatter(x, y, s=45, marker=marker, facecolors=face, edgecolors=colour, label=label)
     axes.set_xscale("symlog", linthresh=LINTHRESH)
     axes.set_xlim(left=-LINTHRESH)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set(
         xlabel="train-inference KL (k3), mean from its first step to the collapse or the end",
         ylabel=f"held-out {held_out.name} at the end (hollow: through the engine)",

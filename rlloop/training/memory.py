@@ -182,7 +182,7 @@ def _parts(
         trained["values"] = tokens * config.hidden_size * 2 * wide
     return {
         **frozen,
-        **({} if engine is None else {"engine": _own(sampled, model, lora) * dtype.itemsize}),
+        **({} if engine is None else {"engine": _engine_weights(sampled, model, lora) * dtype.itemsize}),
         **(trained if trains else {}),
         "cache": positions * cached,
         **({} if recurrence is None else {"states": _states(recurrence, sampled)}),
@@ -199,18 +199,18 @@ def _factors(model: Model, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
                 yield (first if division is None else division.size, *others), target.experts is not None
 
 
-def _own(sampled: Model, trained: Model, lora: int) -> int:
+def _engine_weights(sampled: Model, trained: Model, lora: int) -> int:
     """Numbers of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
     others."""
     engine, trainer = sampled.context.layout, trained.context.layout
     agree = World.of(trainer, engine).stages_agree
     if agree and (engine.tp, engine.ep, engine.pp) == (trainer.tp, trainer.ep, trainer.pp):
         return 0
-    theirs = ParameterStore(trained).entries if agree else {}
+    trainer_entries = ParameterStore(trained).entries if agree else {}
     own = (
         entry.live.numel()
         for name, entry in ParameterStore(sampled).entries.items()
-        if not (name in theirs and entry.is_contiguous and theirs[name].division is None)
+        if not (name in trainer_entries and entry.is_contiguous and trainer_entries[name].division is None)
     )
     return sum(own) + (sum(math.prod(shape) for shape, _ in _factors(sampled, lora)) if lora else 0)
 

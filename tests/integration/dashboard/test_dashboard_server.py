@@ -188,10 +188,11 @@ def test_a_run_on_given_completions_has_its_loss_in_place_of_rewards(root, ask, 
     constants = {"reward/solved": 1.0, "reward/std": 0.0, "reward/groups_without_signal": 1.0, "reward/logprob": -0.5}
     writer.write(extra={**constants, "reward/mean": 1.0, "loss/total": 0.5, "eval/reward": 1.7, "eval/solved": 0.4})
     totals = ask("/api/totals", run="given").json()
-    assert (totals["given"], totals["reward"], totals["loss"]["last"]) == (kind, None, 0.5)
+    assert (totals["offline"], totals["reward"], totals["loss"]["last"]) == (kind, None, 0.5)
     assert totals["passes"] == (kind == "verdicts")  # the margins of pairs have no bound
-    shown = {metric for section in ask("/api/panels", run="given").json() for panel in section["panels"]
-             for metric in panel["metrics"]}  # fmt: skip
+    drawn = [panel for section in ask("/api/panels", run="given").json() for panel in section["panels"]]
+    assert ("Held-out preference accuracy" in {panel["title"] for panel in drawn}) == (kind == "verdicts")
+    shown = {metric for panel in drawn for metric in panel["metrics"]}
     assert {"reward/logprob", "loss/total"} <= shown
     assert not shown & {"reward/mean", "reward/solved", "reward/std", "reward/groups_without_signal"}
     assert ask("/api/totals", run="zero").json()["reward"] is not None

@@ -78,13 +78,17 @@ def test_preferences_are_learned(train, mixed, algorithm):
     assert records[-1][names[0]] > records[-1][names[1]]
 
 
-def test_a_reward_model_orders_pairs(train, mixed, place):
+def test_a_reward_model_orders_pairs(train, mixed, place, capsys):
     steps = ["trainer.num_steps=20", "trainer.lr=5e-3", "rollout.num_prompts=16"]
     records = train("offline/reward_model", "verdicts", mixed, "preferences", *steps)
     assert records[-1]["loss/reward_accuracy"] > 0.75
     assert records[-1]["loss/total"] < records[1]["loss/total"]
     row = read_rollouts(rollout_files(place / "verdicts")[0])[0]
     assert [end - begin for begin, end in row["turns"]] == [1], "the verdict alone is predicted"
+    assert main(["eval", "verdicts"]) == 0
+    said = capsys.readouterr().out
+    assert f"  preference accuracy  {records[-1]['eval/solved']:.4f} ±" in said
+    assert f"  margin  {records[-1]['eval/reward']:.4f} ±" in said
 
 
 def test_conversations_train_every_assistant_turn_and_nothing_else(place, tmp_path):

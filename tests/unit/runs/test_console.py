@@ -133,7 +133,7 @@ def test_a_run_on_given_completions_shows_its_objective_and_no_rewards(tmp_path,
         {"step": 2, **STEP, **step, "eval/solved": 0.5, "eval/reward": means[1]},
     ]
     console = plain()
-    with Progress(console, "offline", num_steps=2, start=0, given=kind) as progress:
+    with Progress(console, "offline", num_steps=2, start=0, offline=kind) as progress:
         for record in records:
             progress.log(record["step"], record)
     last = said(console).splitlines()[-1]

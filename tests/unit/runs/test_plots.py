@@ -75,10 +75,13 @@ def test_a_run_on_given_completions_has_its_loss_in_place_of_rewards(tmp_path, m
     draw({"run": records}, tmp_path / "c.png", "demonstrations")
     assert titles == ["loss", "pass@1", "train-inference KL (k3)"]
     assert drawn == [(0.6,), [0.6], (0.2,), (0.0,)]
+    draw({"run": records[:1]}, tmp_path / "c.png", "demonstrations")  # ended before its first step
+    draw({"run": [{"step": 1, "reward/mean": 0.0}]}, tmp_path / "c.png", "demonstrations")  # nothing was trained
+    assert titles[3:] == ["pass@1", "train-inference KL (k3)"]
     pairs = [*records, {"step": 2, **step, "loss/reward_accuracy": 0.9}]
     draw({"run": pairs}, tmp_path / "c.png", "preferences")
     draw({"run": pairs}, tmp_path / "c.png", "verdicts")
-    assert titles[3:] == [
+    assert titles[5:] == [
         *("loss", "preference accuracy", "pass@1", "train-inference KL (k3)"),
         *("loss", "preference accuracy", "train-inference KL (k3)"),
     ]

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from rlloop.cli.main import main
 from rlloop.config.resume import flatten
 from rlloop.study.analysis import (
+    PASS,
     Arm,
     CollapseRule,
     Run,
@@ -21,10 +22,11 @@ from rlloop.study.analysis import (
     difference,
     differences,
     dose,
+    held_out_of,
     over_seeds,
     verdict_of,
 )
-from rlloop.study.plots import draw_arms
+from rlloop.study.plots import draw_arms, draw_doses
 
 RULE = CollapseRule(fraction=0.5, evaluations=3)
 
@@ -257,7 +259,7 @@ def test_one_run_is_nothing_to_compare(study, capsys):
 @pytest.mark.slow
 def test_the_same_runs_make_the_same_picture(study):
     arms = arms_of([Run.read(path) for path in sorted(study.iterdir())])
-    assert draw_arms(arms) == draw_arms(arms)
+    assert draw_arms(arms, PASS) == draw_arms(arms, PASS)
 
 
 def test_curves_of_given_completions_are_of_their_loss(monkeypatch):
@@ -265,15 +267,25 @@ def test_curves_of_given_completions_are_of_their_loss(monkeypatch):
     monkeypatch.setattr(Axes, "set", lambda axes, **names: titles.append(names["title"]))
     given = run("a", 0, [0.0] * 3, [0.0] * 3)
     given.config["task._target_"] = "rlloop.recipes.offline.task.Given"
-    draw_arms([Arm("given", [given])])
+    draw_arms([Arm("given", [given])], PASS)
     assert titles[0] == "loss of the given completions"
+
+
+def test_rewards_below_zero_are_inside_the_axes(monkeypatch):
+    seen = []
+    monkeypatch.setattr("rlloop.study.plots.png_of", lambda figure: seen.extend(figure.axes))
+    arms = [Arm("a", [run("a", 0, [0.0, 0.1], [-0.5, -0.2])])]
+    held_out = held_out_of(arms)
+    draw_arms(arms, held_out)
+    draw_doses(arms, {each.path: dose(each, RULE.verdict(each.records)) for each in arms[0].runs}, held_out)
+    assert all(axes.get_ylim()[0] <= low for axes, low in ((seen[1], -0.5), (seen[-1], -0.2)))
 
 
 def test_a_run_that_never_had_a_gradient_is_drawn():
     still = run("a", 0, [0.0] * 3, [0.0] * 3)
     for record in still.records:
         record["loss/grad_norm"] = 0.0
-    assert draw_arms([Arm("still", [still])])
+    assert draw_arms([Arm("still", [still])], PASS)
 
 
 def test_many_arms_are_rows_of_the_table(tmp_path, capsys):
