@@ -133,24 +133,30 @@ def is_timing(name: str) -> bool:
     return name.startswith(elsewhere) or name.rpartition("/")[2].endswith("seconds")
 
 
-def pass_or_fail(rewards: Iterable[tuple[float, float]]) -> bool:
+def pass_or_fail(rewards: Iterable[tuple[float, float]], offline: str | None = None) -> bool:
     """True if completions pass or fail, so that pass@1 says something, as far as `rewards` tell: (mean reward, fraction
     solved) of steps and evaluations, or (reward, solved) of completions.
 
     Something was solved, and no reward is above 1, which is what a plain number needs to count as solved. Else rewards
-    are continuous, or nothing has been solved yet: their mean says more. True where nothing is known.
+    are continuous, or nothing has been solved yet: their mean says more. True where nothing is known, and of pairs that
+    a reward model orders. `offline`: as of `held_out_names`.
     """
+    if offline == "verdicts":
+        return True
     known = [pair for pair in rewards if not any(map(math.isnan, pair))]
     return not known or (any(solved > 0 for _, solved in known) and all(reward <= 1 for reward, _ in known))
 
 
-OUTCOMES = (("reward/mean", "reward/solved"), ("eval/reward", "eval/solved"))
+def outcome_names(offline: str | None = None) -> list[tuple[str, str]]:
+    """Metrics of (mean reward, fraction solved): of the step's training batch, and held out. Of a run on given
+    completions, held out alone."""
+    held_out = ("eval/reward", "eval/solved")
+    return [held_out] if offline else [("reward/mean", "reward/solved"), held_out]
 
 
 def outcomes(metrics: Mapping[str, Any], offline: str | None = None) -> list[tuple[float, float]]:
-    """(mean reward, fraction solved) of a record: of the step's training batch, and held out. Of a run on given
-    completions, held out alone."""
-    pairs = [tuple(metrics.get(name) for name in pair) for pair in (OUTCOMES[1:] if offline else OUTCOMES)]
+    """The `outcome_names` that a record has."""
+    pairs = [tuple(metrics.get(name) for name in pair) for pair in outcome_names(offline)]
     return [(reward, solved) for reward, solved in pairs if reward is not None and solved is not None]
 
 
@@ -165,7 +171,7 @@ OBJECTIVE = {
 
 
 def held_out_names(offline: str | None) -> tuple[str, str]:
-    """What `eval/reward` and `eval/solved` are called. `offline`: the kind of given completions, if a run's are; a
+    """Names of `eval/reward` and `eval/solved` for people. `offline`: the kind of given completions, if a run's are; a
     reward model (verdicts) is evaluated by pairs."""
     return ("margin", "preference accuracy") if offline == "verdicts" else ("reward", "pass@1")
 

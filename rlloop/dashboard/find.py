@@ -43,7 +43,7 @@ def find_runs(root: Path) -> list[str]:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """What a folder is, whatever leads to it; None for one that is gone."""
+    """Device and inode of a folder, the same through any link; None for one that is gone."""
     try:
         stat = folder.stat()
     except OSError:

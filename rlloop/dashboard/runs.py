@@ -23,7 +23,7 @@ from rlloop.config.resume import flatten
 from rlloop.config.tasks import offline_kind
 from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.notes import NOTES, read_notes
-from rlloop.metrics import OUTCOMES, pass_or_fail
+from rlloop.metrics import outcome_names, pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.folder import is_own_loop
 from rlloop.runs.journal import open_journal
@@ -209,7 +209,7 @@ class Run:
     def passes(self) -> bool:
         """True if pass@1 says something of the run."""
         with self.metrics() as metrics:
-            columns = {name: metrics.column(name) for name in chain(*OUTCOMES)}
+            columns = {name: metrics.column(name) for name in chain(*outcome_names())}
         return _passes(columns, self.offline())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -328,9 +328,9 @@ class Run:
 
 
 def _passes(columns: Mapping[str, np.ndarray], offline: str | None) -> bool:
-    """True if pass@1 says something. `columns`: those of `OUTCOMES` by name; `offline`: as of `Run.offline`."""
-    pairs = (zip(*map(columns.__getitem__, names), strict=True) for names in (OUTCOMES[1:] if offline else OUTCOMES))
-    return offline == "verdicts" or pass_or_fail(chain(*pairs))
+    """True if pass@1 says something. `columns`: those of `outcome_names` by name; `offline`: as of `Run.offline`."""
+    pairs = (zip(*map(columns.__getitem__, names), strict=True) for names in outcome_names(offline))
+    return pass_or_fail(chain(*pairs), offline)
 
 
 def _mean(values: np.ndarray) -> float | None:

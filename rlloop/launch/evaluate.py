@@ -38,8 +38,8 @@ class Evaluation:
     def describe(self) -> str:
         """One line for each number, with its standard error."""
         lines = [f"{self.folder}: {len(self.rewards)} held-out completions"]
-        passes = pass_or_fail(zip(self.rewards, self.solved, strict=True))
-        passes |= self.offline == "verdicts" or not any(self.rewards)  # continuous rewards are hardly ever all 0
+        passes = pass_or_fail(zip(self.rewards, self.solved, strict=True), self.offline)
+        passes |= not any(self.rewards)  # continuous rewards are hardly ever all 0
         reward, solves = held_out_names(self.offline)
         for name, values in ((solves, self.solved), (reward, self.rewards))[0 if passes else 1 :]:
             error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan

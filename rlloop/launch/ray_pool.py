@@ -43,7 +43,7 @@ REGION = "node"  # of all engines in actors, in events and metrics
 
 
 class EngineDied(RlloopError):
-    """A worker does no more. `died`: its process is gone; False: it could not start, raised, or made no progress."""
+    """A worker failed. `died`: its process is gone; False: it could not start, raised, or made no progress."""
 
     def __init__(self, *args: object, died: bool = True) -> None:
         super().__init__(*args)

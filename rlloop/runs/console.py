@@ -92,7 +92,7 @@ class Progress:
             self._live.update(Group(head, bar, Text(outcome), Text(work)), refresh=True)
 
     def _outcome(self, metrics: Mapping[str, Any]) -> str:
-        facts, passes = [], self.offline == "verdicts" or pass_or_fail(self._outcomes)
+        facts, passes = [], pass_or_fail(self._outcomes, self.offline)
         reward, solves = held_out_names(self.offline)
         if self.offline:
             facts = [f"{label} {metrics[name]:.3f}" for name, label in OBJECTIVE.items() if name in metrics]
@@ -145,7 +145,7 @@ def print_summary(
     table.add_column(overflow="fold")
     means = [summary[name].get("best") for name in (["eval/reward"] if offline else ["eval/reward", "reward/mean"])]
     best, solved = [mean for mean in means if mean is not None], summary["eval/solved"].get("best")
-    passes = offline == "verdicts" or means[0] is None or solved is None or pass_or_fail([(max(best), solved)])
+    passes = means[0] is None or solved is None or pass_or_fail([(max(best), solved)], offline)
     graded = not passes or summary["eval/reward"] != summary["eval/solved"]  # else it is pass@1 again
     reward, solves = held_out_names(offline)
     courses = {

@@ -64,8 +64,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What runs are compared by: the name of a held-out metric, and the metric of the trainer's weights and of an
-    engine that differs."""
+    """The held-out outcome that runs are compared by: its name for people, and the metrics of the trainer's weights and
+    of an engine that differs."""
 
     name: str
     metric: str
