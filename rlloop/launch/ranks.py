@@ -28,14 +28,14 @@ def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
     """The error of a call that failed on some of `size` ranks; `failures` in the order in which they came.
 
     A death takes precedence, since errors of ranks that communicate with the dead one follow from it. If all ranks
-    raised the same error, that is returned: no rank waits for another, so they can continue.
+    raised the same error and none died, that is returned: no rank waits for another, so they can continue.
     """
     errors = list(failures.values())
-    if len(failures) == size and len({repr(error) for error in errors}) == 1:
-        return errors[0]
     deaths = {rank: error for rank, error in failures.items() if isinstance(error, EngineDied)}
+    lost = frozenset(rank for rank, error in deaths.items() if error.died)
+    if not lost and len(failures) == size and len({repr(error) for error in errors}) == 1:
+        return errors[0]
     rank, cause = next(iter((deaths or failures).items()))
-    lost = frozenset(each for each, error in deaths.items() if isinstance(error, EngineDied) and error.died)
     text = str(cause) if isinstance(cause, RlloopError) else f"{type(cause).__name__}: {cause}"
     failed = RankFailed(rank, size, text, lost)
     failed.exit_code = cause.exit_code if isinstance(cause, RlloopError) else failed.exit_code

@@ -35,6 +35,12 @@ def test_an_error_that_all_ranks_raise_is_everybodys():
     assert isinstance(error_of({0: ConfigError("too long"), 1: ConfigError("other")}, 2), RankFailed)
 
 
+def test_ranks_that_die_alike_are_lost():
+    error = error_of({rank: EngineDied("killed for want of memory") for rank in (1, 0)}, 2)
+    assert isinstance(error, RankFailed)
+    assert (error.rank, error.lost, str(error)) == (1, frozenset({0, 1}), "rank 1 of 2: killed for want of memory")
+
+
 def elastic(**ray) -> RunConfig:
     return RunConfig(
         algorithm=AlgorithmConfig(loss="grpo", advantage="group_norm"),
