@@ -25,7 +25,7 @@ VENDOR_ROWS = 128
 MANY_ROWS = 1024
 STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
 # would be a shape never tried. What is left over of many rows goes to our kernel.
-PADDED = 32  # likewise of more than `FEW_ROWS` and fewer than `MANY_ROWS`: an engine pads its steps to such multiples
+PADDED = 32  # likewise of more than `FEW_ROWS` and fewer than `MANY_ROWS`: an engine pads its steps to such multiples.
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 COMPARED = 1 << 26  # of our numbers at a time: a trial of a whole vocabulary would need twice its logits
@@ -228,13 +228,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     if whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
         takes = bias is None or (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias))
-        if takes and vendor_agrees(whole, outputs, width, x.dtype, dtype, x.get_device(), bias is not None):
+        agrees = partial(
+            vendor_agrees, outputs=outputs, width=width, dtype=x.dtype, out=dtype, device=x.get_device(),
+            biased=bias is not None,
+        )  # fmt: skip
+        if takes and agrees(whole):
             if rows == whole:
                 return vendor(x, weight, dtype, bias=bias)
             out = x.new_empty(rows, outputs, dtype=dtype)
             vendor(x[:whole], weight, dtype, out=out[:whole], bias=bias)
             chain(x[whole:], weight, bias, dtype, out=out[whole:])
             return out
+        # Where cuBLAS splits K for so many rows it may not for some more, which rows are padded to.
+        more = range(rows + step, rows + STEPS[0], step) if takes and step == PADDED else ()
+        if padded := next(filter(agrees, more), None):
+            return vendor(torch.cat([x, x[: padded - rows]]), weight, dtype, bias=bias)[:rows]
     return chain(x, weight, bias, dtype)
 
 
