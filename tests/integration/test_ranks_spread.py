@@ -33,6 +33,9 @@ LONG = {
     2: {"dense bfloat16": [{"dp_shard": 2}, {"pp": 2}],
         "experts bfloat16": [{"dp_shard": 2}, {"dp_shard": 2, "ep": 2}, {"pp": 2}]},
     3: {"dense bfloat16": [{"dp_shard": 3}], "experts bfloat16": [{"dp_shard": 3}]},
+    4: {"dense bfloat16": [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}],
+        "experts bfloat16": [{"dp_replicate": 2, "dp_shard": 2, "layers": 1}, {"dp_shard": 4, "ep": 4},
+                             {"pp": 2, "dp_shard": 2, "ep": 2}]},
 }  # fmt: skip
 SAMPLED = {2: [{"pp": 2}], 4: [{"pp": 2, "tp": 2}, {"tp": 4, "ep": 4}]}
 FAMILIES = ("qwen3_moe", "nemotron_h")

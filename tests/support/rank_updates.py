@@ -112,7 +112,6 @@ LAYOUTS: dict[int, list[tuple[dict[str, int], tuple[str, ...]]]] = {
         ({"dp_shard": 2, "dp_replicate": 2}, FEW),
     ],
 }
-RELAY = {1: {}, 3: {"dp_shard": 3, "small": 512}, 4: {"dp_shard": 2, "dp_replicate": 2, "layers": 1, "small": 0}}
 
 
 def ranked(case: Case, layout: dict[str, int], device: str = "cpu") -> Trainer:
@@ -216,11 +215,13 @@ def after_the_checkpoint(case: Case, layout: dict[str, int], folder: Path) -> tu
     return digests_of(go(trainer, case, [2])), live(trainer)
 
 
-def relay(folder: Path, size: int, begin: int, end: int) -> list[tuple[str, dict[str, str]]]:
-    """Train from step `begin` (restored, if above 0) up to `end`, and save, on so many ranks."""
+def relay(
+    folder: Path, cases: Sequence[str], layout: dict[str, int], begin: int, end: int
+) -> list[tuple[str, dict[str, str]]]:
+    """Train from step `begin` (restored, if above 0) up to `end`, and save."""
     found = []
-    for name in ("dense bfloat16", "experts"):
-        trainer = ranked(CASES[name], RELAY[size])
+    for name in cases:
+        trainer = ranked(CASES[name], layout)
         if begin:
             trainer.restore(folder / f"{name} {begin}")
         reported = list(go(trainer, CASES[name], range(begin, end)))
