@@ -36,11 +36,14 @@ def error_of(failures: Mapping[int, Exception], size: int) -> Exception:
     if not lost and len(failures) == size and len({repr(error) for error in errors}) == 1:
         return errors[0]
     rank, cause = next(iter((deaths or failures).items()))
-    text = str(cause) if isinstance(cause, RlloopError) else f"{type(cause).__name__}: {cause}"
-    failed = RankFailed(rank, size, text, lost)
+    failed = RankFailed(rank, size, in_words(cause), lost)
     failed.exit_code = cause.exit_code if isinstance(cause, RlloopError) else failed.exit_code
     failed.__cause__ = cause
     return failed
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, RlloopError) else f"{type(error).__name__}: {error}"
 
 
 def remaining(config: RunConfig, failure: RankFailed) -> RunConfig:

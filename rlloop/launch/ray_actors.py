@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from rlloop.errors import ConfigError
 from rlloop.launch.admission import canary_requests, numerics_objection
 from rlloop.launch.layouts import check_model
 from rlloop.launch.prepare import Prepared
-from rlloop.launch.ray_pool import ActorPool, pool_settings, remote_parts
+from rlloop.launch.ranks import in_words
+from rlloop.launch.ray_pool import ActorPool, EngineDied, pool_settings, remote_parts
 from rlloop.launch.ray_session import RayHandle, import_ray, ray_session
-from rlloop.launch.workers import Colocated, Replica
+from rlloop.launch.workers import Colocated, Rank, Replica
 from rlloop.loop.parts import Parts
 from rlloop.models.config import read_config
 from rlloop.parallel.progress import Watch
@@ -107,6 +109,27 @@ def _placed(ray: Any, config: RunConfig) -> Iterator[_Actors]:
         yield actors
 
 
+class _Worker:
+    """A worker in its actor. Of what a constructor raises Ray keeps the text alone, so this one raises it from its
+    calls: as `EngineDied`, with the error's exit code."""
+
+    def __init__(self, name: str, make: Callable[..., Rank], *args: Any) -> None:
+        self._refused: EngineDied | None = None
+        try:
+            self._worker = make(*args)
+        except Exception as error:
+            refused = self._refused = EngineDied(f"{name} could not start: {in_words(error)}", died=False)
+            refused.exit_code = getattr(error, "exit_code", refused.exit_code)
+            refused.add_note(traceback.format_exc())  # for --full-error
+            # With its frames the process group stays: a closed one would be an error of the other ranks too.
+            refused.__cause__ = error
+
+    def call(self, method: str, *args: Any) -> Any:
+        if self._refused is not None:
+            raise self._refused
+        return self._worker.call(method, *args)
+
+
 @dataclass
 class _Actors:
     """Starts workers in the bundles of a placement group, those of one node after each other."""
@@ -124,7 +147,7 @@ class _Actors:
     def __post_init__(self) -> None:
         self._handles: list[RayHandle] = []
 
-    def start(self, kind: type, name: str, size: int, *further: Any) -> RayHandle:
+    def start(self, kind: type[Rank], name: str, size: int, *further: Any) -> RayHandle:
         """A worker of `size` ranks; `further`: arguments of its own. Rank 0 of the first is on this machine, if there
         is room, for it writes files."""
         ray = self.ray
@@ -134,13 +157,14 @@ class _Actors:
 
         def actor(bundle: int, place: Place) -> Any:
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, bundle)
-            options = ray.remote(kind).options(
+            named = type(kind.__name__, (_Worker,), {})  # as its process is in lists of processes
+            options = ray.remote(named).options(
                 num_cpus=self.needs["CPU"],
                 num_gpus=self.needs.get("GPU"),
                 scheduling_strategy=strategy,
                 runtime_env={"env_vars": variables},
             )
-            return options.remote(self.config, self.path, self.threads, place, *further)
+            return options.remote(name, kind, self.config, self.path, self.threads, place, *further)
 
         def start() -> tuple[list[Any], Watch | None]:
             prefix = f"{name} {next(boots)}".replace(" ", "-")

@@ -135,7 +135,7 @@ class RayHandle:
             raise EngineDied(str(error).splitlines()[0]) from None
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
             lines = str(error).strip().splitlines()
-            if getattr(error, "actor_init_failed", False):  # only the text of what it raised is left, at the end
+            if getattr(error, "actor_init_failed", False):  # Ray could not call the constructor; the reason is last
                 raise EngineDied(f"{self.name} could not start: {lines[-1].strip()}", died=False) from error
             detail = lines[-1].partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
             raise EngineDied(f"{lines[0]} {detail}".strip(" .")) from None

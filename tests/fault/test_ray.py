@@ -128,13 +128,14 @@ def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path):
     assert f"no Ray cluster answers at ray.address={address}: [Errno" in output
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path, cluster):
+def test_a_worker_that_cannot_start_says_why_with_its_exit_code(tmp_path, cluster):
     make_model(tmp_path)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"torn")
     attached = ("launch=ray", "ray.replicas=0", f"ray.address={cluster}")
     process = train(tmp_path / "run", *attached, env={**os.environ, **ATTACHED})
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output
+    assert not (tmp_path / "run").exists(), "nothing was recorded"
     *_, last = output.strip().splitlines()
     assert last.startswith("rlloop: trainer could not start: "), output
     assert "model.safetensors" in last

@@ -102,6 +102,21 @@ def test_more_ranks_than_gpus_are_refused_before_ray_starts(tmp_path):
     assert any(fault in output for fault in faults), output
 
 
+def test_a_refusal_of_one_rank_that_starts_ends_the_run_with_its_exit_code(tmp_path):
+    """The other waits for it."""
+    (tmp_path / "refusing.py").write_text(
+        "import torch.distributed as dist\nimport rlloop\nclass Engine(rlloop.Engine):\n"
+        "    def __init__(self, *given, **named):\n        if dist.get_rank() == 1:\n"
+        "            raise rlloop.ConfigError('page_size is odd')\n        super().__init__(*given, **named)\n"
+    )
+    own = ("trainer.layout.dp_shard=2", "rollout.engine._target_=refusing.Engine")
+    process = train(tmp_path / "run", SMALL, "launch=ray", *own)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output
+    assert output.strip().splitlines()[-1] == "rlloop: rank 1 of 2: trainer could not start: page_size is odd"
+    assert not (tmp_path / "run").exists(), "nothing was recorded"
+
+
 @pytest.mark.slow
 def test_a_replica_over_ranks_samples_what_one_rank_does(tmp_path):
     owner, run = uuid.uuid4().hex, tmp_path / "run"
