@@ -158,7 +158,7 @@ SECTIONS: tuple[Section, ...] = (
             Panel("Critic, values", ("critic/value_mean", "critic/return_mean"), "Values that made the advantages, and "
                   "returns."),
             Panel("Critic", ("critic/*",), "Further metrics of the critic."),
-            Panel("Pairs in order", ("loss/reward_accuracy",), "Fraction of pairs whose chosen one has the larger "
+            Panel("Preference accuracy", ("loss/reward_accuracy",), "Fraction of pairs whose chosen one has the larger "
                   "reward.", scale=Scale.fraction),
             Panel("Rewards of pairs", ("loss/reward_chosen", "loss/reward_rejected", "loss/reward_good",
                   "loss/reward_bad", "loss/reward_margin"), "Implied by the policy: of chosen and rejected, or of good "
@@ -273,13 +273,14 @@ SECTIONS: tuple[Section, ...] = (
 )  # fmt: skip
 
 
-def present(names: Iterable[str], solves: str = "pass@1") -> list[dict[str, Any]]:
+def present(names: Iterable[str], held_out: tuple[str, str] = ("reward", "pass@1")) -> list[dict[str, Any]]:
     """Sections and panels that have any of the metrics `names`, as JSON values, with `metrics` resolved to names.
-    `solves`: what `eval/solved` is called (`rlloop.metrics.held_out_names`).
+    `held_out`: what `eval/reward` and `eval/solved` are called (`rlloop.metrics.held_out_names`).
 
     A pattern matches only metrics that no panel names and no earlier pattern matched.
     """
     have = sorted(names)
+    reward, solves = held_out
     exact = {name for section in SECTIONS for panel in section.panels for name in (*panel.metrics, *panel.beneath)}
     shown: set[str] = set()
     sections = []
@@ -291,8 +292,9 @@ def present(names: Iterable[str], solves: str = "pass@1") -> list[dict[str, Any]
             if matched:
                 shown.update(matched)
                 named = any(name not in patterns for name in matched)  # the title does not name those matched
-                resolved = {"title": panel.title.replace("pass@1", solves), "metrics": list(dict.fromkeys(matched))}
-                panels.append({**asdict(panel), **resolved, "named": named})
+                title = reward.capitalize() if panel.title == "Reward" else panel.title.replace("pass@1", solves)
+                resolved = {"title": title, "metrics": list(dict.fromkeys(matched)), "named": named}
+                panels.append({**asdict(panel), **resolved})
         if panels:
             sections.append({"title": section.title, "panels": panels, "parity": section.parity})
     rest = [name for name in have if name not in shown]

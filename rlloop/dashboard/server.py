@@ -100,7 +100,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
         if not any(run.passes() for run in chosen):
             names -= panels.PASSES
         kinds = {run.offline() for run in chosen}
-        return _reply(panels.present(names, held_out_names(kinds.pop() if len(kinds) == 1 else None)[1]))
+        return _reply(panels.present(names, held_out_names(kinds.pop() if len(kinds) == 1 else None)))
 
     def totals(request: Request) -> Response:
         run = _run(dashboard, request)

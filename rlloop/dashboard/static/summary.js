@@ -31,22 +31,22 @@ export function results(all, redraw) {
   const passes = all.some((run) => run.passes); // else rewards are continuous, and pass@1 says nothing
   const graded = passes && all.some((run) => JSON.stringify(run.pass) !== JSON.stringify(run.held_out)); // else it says pass@1 again
   const offline = all.every((run) => run.offline); // completions that are imitated or compared have no rewards of their own
-  const solves = all.every((run) => run.offline === "verdicts") ? "preference accuracy" : "pass@1";
-  return h("div", { class: `strip ${all.length > MANY ? "many" : ""} ${graded ? "graded" : ""}`, "aria-label": "Results" }, all.map((run) => row(run, redraw, graded, passes && `Held-out ${solves}`, offline)));
+  const [reward, solves] = all.every((run) => run.offline === "verdicts") ? ["margin", "preference accuracy"] : ["reward", "pass@1"]; // as `held_out_names`
+  return h("div", { class: `strip ${all.length > MANY ? "many" : ""} ${graded ? "graded" : ""}`, "aria-label": "Results" }, all.map((run) => row(run, redraw, (graded || !passes) && `Held-out ${reward}`, passes && `Held-out ${solves}`, offline)));
 }
 
 const cell = (label, value, note) => h("div", { class: "cell", title: [note].flat().filter((part) => typeof part === "string").join(" ") },
   h("span", { class: "label" }, label), h("span", { class: "value" }, value, value === "–" ? null : h("small", {}, note)));
 const course = (label, found, best = true) => cell(label, found ? number(found.last, 3) : "–", found ? [`from ${number(found.first, 3)}`, best ? `, best ${number(found.best, 3)}` : ""].join("") : null);
 
-function row(run, redraw, graded, solves, offline) {
+function row(run, redraw, reward, solves, offline) {
   const { colour, dash } = lookOf(run.id);
   if (run.error) return h("div", { class: "row" }, h("div", { class: "who" }, swatch(colour, dash), h("b", {}, breakable(run.id))));
   const progress = [run.num_steps ? `of ${number(run.num_steps)}` : "", run.seconds ? duration(run.seconds) : ""].filter(Boolean).join(", ");
   return h("div", { class: "row" },
     h("div", { class: "who" }, swatch(colour, dash), h("div", {}, h("b", {}, breakable(shortName(run.id))),
       h("div", { class: "muted" }, `${run.status}${run.mode ? `, ${run.mode}` : ""}`), notesOf(run, redraw))),
-    solves ? course(solves, run.pass) : course("Held-out reward", run.held_out), graded ? course("Held-out reward", run.held_out) : null,
+    solves ? course(solves, run.pass) : null, reward ? course(reward, run.held_out) : null,
     offline ? course("Training loss", run.loss, false) : course("Training reward", run.reward),
     course("Length", run.length, false), course("Entropy", run.entropy, false),
     cell("Parity", parityValue(run), run.tokens ? `${number(run.different)} of ${number(run.tokens)} differ${broken(run) ? " before" : ""}` : ""),

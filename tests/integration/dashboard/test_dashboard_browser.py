@@ -410,6 +410,16 @@ def test_a_run_without_a_step_yet(visit, tmp_path):
     expect(page.locator(".strip .value").first).to_have_text("–")
 
 
+def test_held_out_pairs_of_a_reward_model_are_named_as_on_the_terminal(visit, tmp_path):
+    task = {"_target_": "rlloop.recipes.offline.task.Given", "kind": "verdicts"}
+    writer = write_run(tmp_path / "judge", 1, config={**CONFIG, "task": task})
+    writer.write(extra={"eval/reward": 1.7, "eval/solved": 0.4, "loss/total": 0.5})
+    page = visit()
+    expect(page.locator(".strip .label")).to_have_text(
+        ["Held-out preference accuracy", "Held-out margin", "Training loss", "Length", "Entropy", "Parity", "Steps"]
+    )
+
+
 def test_panels_are_arranged_in_the_link(visit, tmp_path):
     write_run(tmp_path / "a", 6)
     page = visit("#/charts?run=a&smooth=0.5&zoom=2~5")

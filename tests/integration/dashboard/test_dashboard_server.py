@@ -191,7 +191,8 @@ def test_a_run_on_given_completions_has_its_loss_in_place_of_rewards(root, ask, 
     assert (totals["offline"], totals["reward"], totals["loss"]["last"]) == (kind, None, 0.5)
     assert totals["passes"] == (kind == "verdicts")  # the margins of pairs have no bound
     drawn = [panel for section in ask("/api/panels", run="given").json() for panel in section["panels"]]
-    assert ("Held-out preference accuracy" in {panel["title"] for panel in drawn}) == (kind == "verdicts")
+    titles = [panel["title"] for panel in drawn if not {"eval/reward", "eval/solved"}.isdisjoint(panel["metrics"])]
+    assert titles == (["Held-out preference accuracy", "Margin"] if kind == "verdicts" else ["Reward"])
     shown = {metric for panel in drawn for metric in panel["metrics"]}
     assert {"reward/logprob", "loss/total"} <= shown
     assert not shown & {"reward/mean", "reward/solved", "reward/std", "reward/groups_without_signal"}
