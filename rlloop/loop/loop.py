@@ -34,7 +34,7 @@ from rlloop.types import Recomputed, RewardResult, Sample, changed
 
 
 class RewardsFailed(RlloopError):
-    """Every sample of a batch failed, so there is nothing to learn from."""
+    """Every sample of a batch was rejected, so there is nothing to learn from."""
 
 
 class Loop:
@@ -149,7 +149,7 @@ class Loop:
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Untrained]]:
         """Score every sample. One whose reward failed is rejected with the reason, never scored 0.
 
-        Raises `RewardsFailed` where all of them failed.
+        Raises `RewardsFailed` where all of them are.
         """
         accepted: list[Sample] = []
         rejected: list[Untrained] = []
@@ -159,11 +159,10 @@ class Loop:
             else:
                 rejected.append((sample, f"rejected: {outcome}"))
         if rejected:
-            self.folder.log(
-                f"{len(rejected)} of {len(samples)} samples failed, first {rejected[0][0].uid}: {rejected[0][1]}"
-            )
-        if not accepted:
-            raise RewardsFailed(f"every one of {len(samples)} samples failed; first {rejected[0][1]}")
+            sample, why = rejected[0][0], rejected[0][1].removeprefix("rejected: ")
+            self.folder.log(f"{len(rejected)} of {len(samples)} samples rejected, first {sample.uid}: {why}")
+            if not accepted:
+                raise RewardsFailed(f"every one of {len(samples)} samples was rejected, first: {why}")
         return accepted, rejected
 
     def select(self, accepted: Sequence[Sample]) -> tuple[list[Sample], list[Untrained], dict[str, float]]:
@@ -272,7 +271,7 @@ class Loop:
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if not results:
-            raise RewardsFailed(f"every one of {len(failed)} held-out samples failed; first: {failed[0]}")
+            raise RewardsFailed(f"every one of {len(failed)} held-out samples was rejected, first: {failed[0]}")
         if failed:
             self.folder.log(f"{len(failed)} of {len(samples)} held-out samples rejected, first: {failed[0]}")
         return results, failed

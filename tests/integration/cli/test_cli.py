@@ -286,7 +286,7 @@ def test_servers_for_others_that_nobody_could_reach(rlloop, monkeypatch, argumen
 def test_a_run_that_fails_says_so_in_its_folder_and_may_be_put_right(rlloop, tmp_path):
     (tmp_path / "my_broken_reward.py").write_text("def broken(prompt, completion, example):\n    return None.reward\n")
     code, said = rlloop.train("reward._target_=my_broken_reward.broken", "run.dir=out")
-    assert (code, "held-out samples failed; first: reward error: AttributeError" in said) == (1, True), said
+    assert (code, "held-out samples was rejected, first: reward error: AttributeError" in said) == (1, True), said
     assert "stopped: every one of" in (tmp_path / "out" / "run.log").read_text()
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
     assert rlloop.train("run.dir=out")[0] == 0

@@ -491,7 +491,7 @@ def test_notes_and_tags(visit, tmp_path):
 def test_why_a_run_failed(visit, tmp_path):
     writer = write_run(tmp_path / "a", 2, finished=False)
     with RunFolder(writer.path) as folder:
-        folder.log("stopped: every one of 64 samples failed;\nfirst rejected: no such file")
+        folder.log("stopped: every one of 64 samples was rejected,\nfirst: no such file")
         folder.write_json("summary.json", {"status": "failed", "step": 2})
     with RunFolder(tmp_path / "refused") as folder:
         folder.adopt(CONFIG)
@@ -499,7 +499,7 @@ def test_why_a_run_failed(visit, tmp_path):
         folder.write_json("summary.json", {"status": "failed", "step": 0})
     page = visit()
     expect(page.locator(".failed")).to_contain_text("a failed after step 2")
-    expect(page.locator(".failed pre")).to_have_text("every one of 64 samples failed;\nfirst rejected: no such file")
+    expect(page.locator(".failed pre")).to_have_text("every one of 64 samples was rejected,\nfirst: no such file")
     expect(page.locator("#runs input:checked")).to_have_count(1)  # not the one that never began
     page.get_by_label("Show refused alone").click()
     expect(page.locator(".failed")).to_contain_text("refused failed before its first step")

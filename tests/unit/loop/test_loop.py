@@ -127,7 +127,7 @@ def test_the_ledger_balances_and_failed_rewards_are_rejected_with_their_reason(t
         assert sorted(row["uid"] for row in rows) == sorted({row["uid"] for row in rows})
         assert record["parity/tokens"] == sum(len(row["token_ids"]) for row in rows if row["outcome"] == "trained")
     assert "9 of 12" not in (log := (tmp_path / "run.log").read_text())
-    assert "3 of 12 samples failed, first 1/1/0" in log
+    assert "3 of 12 samples rejected, first 1/1/0: reward timeout: took longer than 1 s" in log
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])  # whatever it is called
@@ -162,9 +162,19 @@ def test_what_did_not_come_to_its_own_end_is_rejected_and_never_trained(tmp_path
 
 def test_a_reward_that_always_fails_stops_the_run(tmp_path):
     broken = FakeScorer(lambda *_: SimpleNamespace(kind="error", message="KeyError: 'target'"))
-    with pytest.raises(RewardsFailed, match=r"every one of 8 held-out samples.*KeyError: 'target'"):
+    rejected = r"every one of 8 held-out samples was rejected, first: reward error: KeyError: 'target'"
+    with pytest.raises(RewardsFailed, match=rejected):
         Run(tmp_path, scorer=broken)()
     assert not (tmp_path / "run.log").exists()  # whoever catches the error logs it, once
+
+
+def test_a_reward_that_always_fails_in_training_stops_the_run(tmp_path):
+    def untrained(prompt, completion, example):
+        broken = example.id.startswith("train")
+        return SimpleNamespace(kind="error", message="no") if broken else fake_reward(prompt, completion, example)
+
+    with pytest.raises(RewardsFailed, match=r"^every one of 12 samples was rejected, first: reward error: no$"):
+        Run(tmp_path, scorer=FakeScorer(untrained))()
 
 
 def test_a_step_that_drops_everything_moves_nothing_and_is_certified(tmp_path):
