@@ -12,7 +12,7 @@ from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
 from rlloop.models.families import ALIASES, FAMILIES, LACKING, Family
-from rlloop.models.packed import read_scheme
+from rlloop.models.packed_config import read_scheme
 from rlloop.models.ropes import read_rope
 from rlloop.models.text_config import LEFT_OUT, text_of
 from rlloop.models.vision_config import TOWERED, split, with_tower

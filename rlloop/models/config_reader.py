@@ -114,6 +114,12 @@ class Keys:
             self.refuse(name, value, f"{' or '.join(allowed)} for each of {length} layers{spelled}")
         return kinds
 
+    def within(self, name: str) -> Keys:
+        """Consume an object, to read its keys in turn."""
+        if not isinstance(value := self.take(name), dict):
+            self.refuse(name, value, "an object")
+        return Keys(value, f"{self._prefix}{name}.")
+
     def fixed(self, name: str, *allowed: Any, null: bool = True) -> None:
         """Consume a key supported with these values only, each of which means the same as a missing key."""
         refused = self.null(name) and not null

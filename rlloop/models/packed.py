@@ -7,14 +7,14 @@
     mxfp4               X_blocks uint8, X_scales uint8                           MXFP4, as gpt-oss is released
     fp8                 X.weight float8, X.weight_scale_inv                      FP8 in 128 x 128, as DeepSeek-V3 is
 
-Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in the files are not read.
+Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in the files are not read. The keys of the
+quantization_config are `packed_config`'s.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,61 +22,11 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.checkpoint_names import StoredSlice
+from rlloop.models.packed_config import SUPPORTED, Scheme
 from rlloop.models.safetensors_io import FLOATS, KINDS, StoredTensor, StoredWeights
-from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight, Packing
+from rlloop.numerics.packed import FP8, INT4, MXFP4, PackedWeight
 
-SUPPORTED = (
-    "compressed-tensors (pack-quantized with 4-bit integers in groups of 32, or nvfp4-pack-quantized), modelopt NVFP4, "
-    "mxfp4, and fp8 in blocks of 128 x 128"
-)
-E4M3 = ("e4m3", "float8_e4m3fn")
 BESIDE = (".input_scale", ".input_global_scale")  # of activations
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """A packing and the names of its parts in checkpoints, by what they are."""
-
-    packing: Packing
-    names: Mapping[str, str]  # codes, scales, and perhaps of_tensor and shape -> ending of the name
-    divides: bool = False  # scales are divided by the tensor's, not multiplied
-    strips: str = ".weight"  # the plain name's ending that the parts' replace
-
-    def parts(self, name: str) -> dict[str, str]:
-        """The stored names of a weight's parts."""
-        return {kind: name.removesuffix(self.strips) + ending for kind, ending in self.names.items()}
-
-
-def read_scheme(raw: Any) -> Scheme:
-    """The scheme of a `quantization_config`. Raises `ModelError` for a format that is not read, by its name."""
-    config: dict[str, Any] = raw if isinstance(raw, dict) else {}
-    method, form = config.get("quant_method"), config.get("format")
-    if method == "mxfp4":
-        return Scheme(MXFP4, {"codes": "_blocks", "scales": "_scales"}, strips="")
-    if method == "fp8" and config.get("weight_block_size") == [128, 128] and config.get("fmt", "e4m3") in E4M3:
-        return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"})
-    if method == "modelopt" and config.get("quant_algo") == "NVFP4":
-        names = {"codes": ".weight", "scales": ".weight_scale", "of_tensor": ".weight_scale_2"}
-        return Scheme(NVFP4, names)
-    groups = config.get("config_groups")
-    groups = groups.values() if isinstance(groups, dict) else ()
-    weights = [each.get("weights") if isinstance(each, dict) else None for each in groups]
-    weights = [each if isinstance(each, dict) else {} for each in weights]
-    if method == "compressed-tensors" and form == "nvfp4-pack-quantized":
-        names = {"codes": ".weight_packed", "scales": ".weight_scale", "of_tensor": ".weight_global_scale"}
-        return Scheme(NVFP4, names, divides=True)
-    wanted = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
-    if method == "compressed-tensors" and form == "pack-quantized" and weights:
-        if all(each.get(key) == value for each in weights for key, value in wanted.items()):
-            names = {"codes": ".weight_packed", "scales": ".weight_scale", "shape": ".weight_shape"}
-            return Scheme(INT4, names)
-        form = f"pack-quantized with {', '.join(f'{key}={weights[0].get(key)!r}' for key in wanted)}"
-    said = ", ".join(f"{key} {value!r}" for key, value in (("quant_method", method), ("format", form)) if value)
-    said += "".join(f", {key} {config[key]!r}" for key in ("weight_block_size", "quant_algo", "fmt") if key in config)
-    raise ModelError(
-        f"config.json has a quantization_config of {said or repr(raw)}, which is not read; weights may be float32, "
-        f"bfloat16, float16, {SUPPORTED}"
-    )
 
 
 class PackedReader:

@@ -23,7 +23,8 @@ from rlloop.models.checkpoint_names import (
     stored_slices,
 )
 from rlloop.models.experts import BIAS
-from rlloop.models.packed import PackedReader, check_plain, finished, place, read_scheme, without_experts
+from rlloop.models.packed import PackedReader, check_plain, finished, place, without_experts
+from rlloop.models.packed_config import read_scheme
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
 from rlloop.models.stored_parameter import StoredParameter
@@ -48,13 +49,15 @@ def read_weights(
     checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     form = form_of(checkpoint_shapes, shapes, config.architecture)
     expected = stored_shapes(shapes, config.architecture, form)
-    scheme = config.quantization
-    packed = None if scheme is None else PackedReader(read_scheme(scheme), stored, expected)
+    scheme = None if config.quantization is None else read_scheme(config.quantization)
+    packed = None if scheme is None else PackedReader(scheme, stored, expected)
     if packed is not None:
         checkpoint_shapes = packed.found(checkpoint_shapes)
     if (others := {name: part for name, part in left_out.items() if part}) and dtype is not None:
         parts = " and ".join(dict.fromkeys(others.values()))
         log.warning("%s: %s are left out: %s", folder, parts, some(sorted(others)))
+    if scheme is not None and scheme.left_out and dtype is not None:
+        log.warning("%s: %s are left out: only its weights are packed here", folder, " and ".join(scheme.left_out))
     check_shapes(config, checkpoint_shapes, expected, str(folder))
     plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
     for name in plain:

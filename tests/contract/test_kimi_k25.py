@@ -115,6 +115,9 @@ def test_images_are_refused_by_name(folder: Path) -> None:
     [
         (None, {"an_unknown_key": 1}, "what an_unknown_key would change"),
         ("text_config", {"an_unknown_key": 1}, "what an_unknown_key would change"),
+        ("vision_config", {"an_unknown_key": 1}, "what vision_config.an_unknown_key would change"),
+        ("vision_config", {"rope_parameters": {"a": 1}}, "what vision_config.rope_parameters.a would change"),
+        (None, {"vision_config": 3}, "vision_config is 3; supported is an object"),
         (None, {"text_config": None}, "text_config is null; supported is an object"),
         ("text_config", {"model_type": "llama"}, "text_config.model_type is 'llama'; supported is \"deepseek_v3\""),
         ("text_config", {"tie_word_embeddings": True}, "text_config.tie_word_embeddings is True"),

@@ -12,7 +12,7 @@ from rlloop.launch.make import load
 from rlloop.models import save_model
 from rlloop.models.adapter_files import save_adapter, with_stored_adapter
 from rlloop.models.config import parse_config
-from rlloop.models.packed import read_scheme
+from rlloop.models.packed_config import read_scheme
 from rlloop.numerics.packed import MXFP4, PackedWeight, is_packed
 from tests.support.adapters import random_adapter
 from tests.support.packed_models import FORMATS, make_packed
@@ -84,7 +84,7 @@ def test_mxfp4_is_what_transformers_makes_of_it():
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format 'float-quantized'"),
         ({**FORMATS["int4"][1], "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 128}}}},
-         "group_size=128"),
+         r"config_groups\.group_0\.weights\.type is null; supported is \"int\""),
         ("mxfp4", "'mxfp4'"),
     ],
 )  # fmt: skip
@@ -149,7 +149,60 @@ def test_parts_of_other_shapes_and_values(tmp_path, kind, ending, change, messag
         load_model(packed)
 
 
+INT4_GROUP = FORMATS["int4"][1]["config_groups"]["group_0"]
+NVFP4_INPUTS = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+
+
 def test_a_quantization_config_whose_groups_are_no_objects():
-    for groups in ({"a": {"weights": 3}}, {"a": 3}, [3]):
-        with pytest.raises(ModelError, match="is not read"):
+    for groups, place in (({"a": {"weights": 3}}, r"\.a\.weights"), ({"a": 3}, r"\.a"), ([3], ""), ({}, "")):
+        with pytest.raises(ModelError, match=rf"config_groups{place} is .*; supported is an object"):
             read_scheme({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("fp8", {"activation_scheme": "static"}, 'activation_scheme is \'static\'; supported is "dynamic"'),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
+        ("fp8", {"scale_fmt": "e4m3"}, "scale_fmt is 'e4m3'"),
+        ("fp8", {"kv_cache_scheme": {"num_bits": 8}}, "what quantization_config.kv_cache_scheme would change"),
+        ("fp8", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; supported is a list"),
+        ("mxfp4", {"activation_scheme": "dynamic"}, "what quantization_config.activation_scheme would change"),
+        ("int4", {"ignore": [3]}, r"ignore is \[3\]; supported is a list of names"),
+        ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is .*; supported is null"),
+        ("int4", {"transform_config": {"config_groups": {}}}, r"transform_config is .*; supported is {}"),
+        ("int4", {"config_groups": {"a": {**INT4_GROUP, "input_activations": {"num_bits": 8}}}},
+         r"a\.input_activations is .*; supported is null"),
+        ("int4", {"config_groups": {"a": {**INT4_GROUP, "weights": {**INT4_GROUP["weights"], "actorder": "group"}}}},
+         r"a\.weights\.actorder is 'group'"),
+        ("int4", {"config_groups": {"a": INT4_GROUP, "b": {"weights": {**INT4_GROUP["weights"], "num_bits": 8}}}},
+         r"b\.weights\.num_bits is 8; supported is 4"),
+        ("nvfp4", {"config_groups": {"a": {"weights": {**NVFP4_INPUTS, "dynamic": True}}}}, r"dynamic is True"),
+        ("nvfp4", {"config_groups": {"a": {"weights": NVFP4_INPUTS, "input_activations": {"num_bits": 8}}}},
+         r"input_activations\.num_bits is 8; supported is 4"),
+        ("nvfp4", {"kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo is 'INT8'"),
+    ],
+)  # fmt: skip
+def test_settings_that_would_change_what_is_computed_are_refused_by_name(kind, changes, message):
+    with pytest.raises(ModelError, match=message):
+        read_scheme({**FORMATS[kind][1], **changes})
+
+
+def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path, caplog):
+    """As ModelOpt writes it; other formats' releases quantise no cache."""
+    settings = {
+        "producer": {"name": "modelopt", "version": "0.41.0"}, "ignore": ["lm_head", "model.layers.0*"],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "config_groups": {"group_0": {
+            "input_activations": NVFP4_INPUTS, "weights": NVFP4_INPUTS, "targets": ["Linear"]}},
+    }  # fmt: skip
+    packed, _ = make_packed(tmp_path, "nvfp4")
+    load_model(packed)
+    assert "left out" not in caplog.text
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (packed / "config.json").write_text(json.dumps(config))
+    load_model(packed)
+    assert "inputs in 4 bits and keys and values in 8 bits are left out" in caplog.text
+    for kind, left_out in {"fp8": ("inputs in 8 bits",), "mxfp4": (), "int4": (), "nvfp4_compressed": ()}.items():
+        assert read_scheme(FORMATS[kind][1]).left_out == left_out
