@@ -4,13 +4,13 @@
 
 `released.json` has configurations as they were released, and the public repository and commit that had the copy. Its
 `index` is of a release with the same tensors, whose model.safetensors.index.json such a repository has: the number of
-names, and SHA-256 of them in order, each on a line.
+names, SHA-256 of them in order, each on a line, and perhaps the tensors' bytes in all, in bfloat16.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config
 from rlloop.models.families import LACKING
+from rlloop.models.packed_config import read_scheme
 from rlloop.models.transformer import Model
 from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
+# Objects without effect whose keys are others' names: classes of code, labels, arguments of what found the scales.
+FREE = ("auto_map", "id2label", "label2id", "observer_kwargs")
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 
 
@@ -50,19 +53,22 @@ STANDINGS = {  # by architecture
     "DeepseekV3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "GlmMoeDsaForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
-    "MiniMaxM2ForCausalLM": replace(DENSE, gpu="not tried", vllm="CPU"),
+    "MiniMaxM2ForCausalLM": replace(DENSE, gpu="scoring only", vllm="CPU", proven=f"{CHECKS}; a small size on an H200"),
     "Qwen3_5MoeForConditionalGeneration": replace(
         RECURRENT,
-        proven=f"{CHECKS}, with images; small sizes on an H200, an engine with 8 layers of 35B-A3B's widths on an H100",
+        proven=f"{CHECKS}, with images; small sizes on an H200, an engine with 8 layers of 35B-A3B's widths as well",
     ),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and 12 layers on an H200"
+        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and all 36 layers on an H200"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; small sizes on an H200"
     ),
     "NemotronHForCausalLM": RECURRENT,
     "KimiK25ForConditionalGeneration": replace(
         DENSE, gpu="not tried", vllm="no", proven=f"{CHECKS}, of its text model; a Kimi K2's on GPUs"
     ),
-    "GptOssForCausalLM": Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; a small size on an H100"),
+    "GptOssForCausalLM": Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; a small size on an H200"),
 }
 
 
@@ -106,7 +112,7 @@ def shapes_there(raw: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         name: tensor for name, tensor in model.state_dict().items()
         if "rotary_emb" not in name and not name.startswith(left_out)
     }  # fmt: skip
-    tied = "lm_head.weight" in state and getattr(config.get_text_config(), "tie_word_embeddings", False)
+    tied = "lm_head.weight" in state and getattr(config, "tie_word_embeddings", False)  # a text_config's has no effect
     named = by_our_names(state)
     if tied:
         named.pop("lm_head.weight", None)
@@ -126,9 +132,26 @@ def refusal(raw: Mapping[str, Any]) -> str | None:
     return None
 
 
+def objects_of(raw: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The places of all objects in a configuration, itself first."""
+    yield place
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from objects_of(value, (*place, name))
+
+
+def with_key(raw: Mapping[str, Any], place: tuple[str, ...], name: str) -> dict[str, Any]:
+    """The configuration with one more key in the object at that place."""
+    if not place:
+        return {**raw, name: 1}
+    return {**raw, place[0]: with_key(raw[place[0]], place[1:], name)}
+
+
 def names_from(each: Mapping[str, Any]) -> str:
     """The sources that a model's tensors are compared with."""
-    return "transformers" + (f"; names: index of {each['index']['of']}" if "index" in each else "")
+    if (index := each.get("index")) is None:
+        return "transformers"
+    return f"transformers; names{', bytes' if 'bytes' in index else ''}: index of {index['of']}"
 
 
 def weights(raw: Mapping[str, Any]) -> str:
@@ -154,7 +177,8 @@ def table() -> str:
         config = parse_config(raw)
         one = STANDINGS[config.architecture]
         further = [f"{config.further_layers} prediction layer"] if config.further_layers else []
-        left = ", ".join([*config.left_out, *further])
+        packed = [] if config.quantization is None else read_scheme(config.quantization).left_out
+        left = ", ".join([*config.left_out, *further, *packed])
         loads = f"yes, `{raw['model_type']}`"
         cells = (name, loads, weights(raw), left, names_from(each), "yes", one.gpu, one.vllm, one.lora, one.proven)
         rows.append(f"| {' | '.join(cells)} |")
