@@ -57,7 +57,7 @@ def read_weights(
         parts = " and ".join(dict.fromkeys(others.values()))
         log.warning("%s: %s are left out: %s", folder, parts, some(sorted(others)))
     if scheme is not None and scheme.left_out and dtype is not None:
-        log.warning("%s: %s are left out: only its weights are packed here", folder, " and ".join(scheme.left_out))
+        log.warning("%s: %s are left out: they stay in the compute type", folder, " and ".join(scheme.left_out))
     check_shapes(config, checkpoint_shapes, expected, str(folder))
     plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
     for name in plain:
