@@ -22,11 +22,12 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.checkpoint_names import StoredSlice
-from rlloop.models.packed_config import SUPPORTED, Scheme
+from rlloop.models.packed_config import CACHE_8, SUPPORTED, Scheme
 from rlloop.models.safetensors_io import FLOATS, KINDS, StoredTensor, StoredWeights
 from rlloop.numerics.packed import FP8, INT4, MXFP4, PackedWeight
 
 BESIDE = (".input_scale", ".input_global_scale")  # of activations
+CACHES = (".k_proj.k_scale", ".v_proj.v_scale")  # of keys and values, where those are left out
 
 
 class PackedReader:
@@ -41,7 +42,8 @@ class PackedReader:
             if (codes := tensors.get(scheme.parts(name)["codes"])) is not None and codes.dtype == scheme.packing.codes
         }
         self._shapes = {name: shapes[name] for name in self.names}
-        beside = {each for each in tensors if each.endswith(BESIDE)}
+        endings = (*BESIDE, *CACHES) if CACHE_8 in scheme.left_out else BESIDE
+        beside = {each for each in tensors if each.endswith(endings)}
         self.parts = beside | {name for names in self.names.values() for name in names.values()}
 
     def found(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

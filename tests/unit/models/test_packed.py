@@ -189,7 +189,9 @@ def test_settings_that_would_change_what_is_computed_are_refused_by_name(kind, c
 
 
 def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path, caplog):
-    """As ModelOpt writes it; other formats' releases quantise no cache."""
+    """As ModelOpt writes it, with scales of keys and values; other formats' releases quantise no cache."""
+    from safetensors.torch import load_file, save_file
+
     settings = {
         "producer": {"name": "modelopt", "version": "0.41.0"}, "ignore": ["lm_head", "model.layers.0*"],
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
@@ -197,12 +199,16 @@ def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path
             "input_activations": NVFP4_INPUTS, "weights": NVFP4_INPUTS, "targets": ["Linear"]}},
     }  # fmt: skip
     packed, _ = make_packed(tmp_path, "nvfp4")
-    load_model(packed)
+    plain = load_model(packed).state_dict()
     assert "left out" not in caplog.text
+    scales = {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    save_file({**load_file(packed / "model.safetensors"), **scales}, packed / "model.safetensors")
+    with pytest.raises(ModelError, match=r"k_proj\.k_scale"):
+        load_model(packed)
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"] |= settings
     (packed / "config.json").write_text(json.dumps(config))
-    load_model(packed)
+    assert all(torch.equal(x, plain[name]) for name, x in load_model(packed).state_dict().items())
     assert "inputs in 4 bits and keys and values in 8 bits are left out" in caplog.text
     for kind, left_out in {"fp8": ("inputs in 8 bits",), "mxfp4": (), "int4": (), "nvfp4_compressed": ()}.items():
         assert read_scheme(FORMATS[kind][1]).left_out == left_out
