@@ -66,10 +66,6 @@ def examine_model(
         f"the engine gives its cache back while the trainer works: of it and of {update} the larger counts (on a GPU, "
         "by default)",
     )
-    if config.vision is not None:
-        yield Line(
-            None, "parity by type of token", f"rlloop parity engine:{folder} {folder} compares text and image tokens"
-        )
     if offload != "none":
         yield Line(
             None,

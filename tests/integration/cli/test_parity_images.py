@@ -1,6 +1,7 @@
 """`rlloop parity` of models that read images: compared by type of token, on random pictures."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ from rlloop import Engine, load_model
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.inputs import ModelInput
-from rlloop.models.config import read_config
 from rlloop.models.vision_processor import FILE, ImageProcessor
 from rlloop.parity.token_types import compare_prompt
 from rlloop.parity_tool.sequences import random_image_sequences
@@ -170,7 +170,39 @@ def test_a_runs_images_are_read_again(mixture: Path, tmp_path: Path) -> None:
     assert (code, report["by_type"]["text"]["tokens"]) == (0, 12)
 
 
-def test_the_doctor_points_to_it(mixture: Path, capsys: pytest.CaptureFixture) -> None:
-    assert read_config(mixture).vision is not None
+def test_the_doctor_measures_it(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def asked(folder: Path, *arguments: str) -> tuple[int, dict[str, tuple[str, float, int, int]]]:
+        code, found = main(["doctor", "--model", str(folder), *arguments]), {}
+        for line in capsys.readouterr().out.splitlines():
+            if match := re.match(r"(ok|--)  zero KLD of (.*) tokens, bfloat16: k3 (\S+), (\d+) of (\d+) ", line):
+                found[match[2]] = (match[1], float(match[3]), int(match[4]), int(match[5]))
+        return code, found
+
+    code, found = asked(mixture, "--parity")
+    assert (code, list(found)) == (0, ["completion", "text", "image"])
+    for name, (mark, k3, different, tokens) in found.items():
+        assert (mark, k3, different) == ("ok", 0, 0), name
+        assert tokens > 20, name
+    code, found = asked(mixture, "--parity", "rlloop,expert_combine=bf16_each")
+    assert (code, list(found)) == (1, ["completion", "text", "image"])
+    for name, (mark, k3, different, tokens) in found.items():
+        assert mark == "--"
+        assert k3 > 1e-5, name
+        assert tokens >= different > 20, name
+    assert asked(mixture, "--gpus", "1", "--memory", "8") == (0, {})
+
+
+def test_the_doctor_says_what_it_did_not_measure(mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor", "--model", str(mixture), "--gpus", "1", "--memory", "8"]) == 0
-    assert f"rlloop parity engine:{mixture} {mixture} compares text and image tokens" in capsys.readouterr().out
+    assert "text and image tokens: --parity compares engine and trainer on them" in capsys.readouterr().out
+    make_image_checkpoint(tmp_path / "model", "qwen3_vl")
+    assert main(["doctor", "--model", str(tmp_path / "model"), "--parity", "--dtype", "float32"]) == 1
+    printed = capsys.readouterr().out
+    assert "ok  zero KLD of completion tokens, float32: k3 0, 0 of " in printed
+    assert f"--  zero KLD of image tokens, float32: not measured. Text alone is compared: {tmp_path}" in printed
+    for arguments, why in (
+        (["--parity"], "belong together, as in --model M --gpus 8, or --model and --parity"),
+        (["--model", str(mixture), "--parity", "rloop"], "profile 'rloop' is not known"),
+    ):
+        assert main(["doctor", *arguments]) == 2
+        assert why in " ".join(capsys.readouterr().err.split())
