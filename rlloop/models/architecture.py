@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlloop.numerics.routing import Routing
 
 
@@ -128,6 +130,8 @@ class VisionConfig:
     rope_theta: float
     image_token_id: int  # the placeholder
     video_token_id: int | None = None  # that of videos, which rlloop does not read
+    # [channels, 256] float32: what the folder's image processor makes of each byte; None: it has none, or no folder
+    numbers: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def placeholders(self) -> dict[str, int]:

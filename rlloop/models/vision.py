@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -320,6 +321,7 @@ def check_images(prompt: ModelInput | Sequence[int], config: ModelConfig, given:
                 f"({vision.channels} channels, {vision.temporal_patch_size} frames, {vision.patch_size} x "
                 f"{vision.patch_size} pixels). It was made by another model's processor"
             )
+        _check_numbers(image.bytes, vision.numbers)
         merge, ids = vision.merge_size, model_input.token_ids[span.start : span.end]
         count = (image.height // merge) * (image.width // merge)
         if image.height % merge or image.width % merge or len(ids) != count:
@@ -365,3 +367,17 @@ def _check_outside(model_input: ModelInput, given: int | None, config: ModelConf
                 f"token {token} at index {begin + outside.index(token)} of a prompt is {config.architecture}'s "
                 f"placeholder {name}, and no image stands there; {change}leave it out"
             )
+
+
+def _check_numbers(made: BytePatches | None, own: np.ndarray | None) -> None:
+    """Raises `ConfigError` for bytes that stand for other numbers than those of the model's processor."""
+    if made is None or own is None or np.array_equal(made.numbers, own):
+        return
+    theirs, ours = (
+        ", ".join(f"{row[0]:.9g} to {row[-1]:.9g}" for row in numbers) for numbers in (made.numbers, own)
+    )  # fmt: skip
+    raise ConfigError(
+        f"an image's bytes stand for {theirs} (by channel); the processor in this model's folder makes them {ours}. It "
+        "was made by another model's processor (image_mean, image_std or rescale_factor); make it with "
+        "ImageProcessor.of_folder of this model's folder"
+    )

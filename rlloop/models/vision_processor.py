@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import numpy as np
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.inputs import BytePatches, Image, ModelInput
-from rlloop.models.architecture import VisionConfig
+from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.config import read_config
 from rlloop.models.config_reader import Keys, read_json
 
@@ -161,10 +161,10 @@ class ImageProcessor:
         squares = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, channels)
         patches = squares.transpose(0, 3, 1, 4, 6, 2, 5)  # squares, patches of one, channel, pixels
         codes = patches.reshape(rows * columns, channels, size * size)
-        return Image(BytePatches(codes, self._numbers, self.vision.temporal_patch_size), rows, columns, pixels)
+        return Image(BytePatches(codes, self.numbers, self.vision.temporal_patch_size), rows, columns, pixels)
 
     @cached_property
-    def _numbers(self) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
         """[3, 256] float32: each byte of each channel, normalised."""
         scaled = (np.arange(256, dtype=np.float64) * self.factor).astype(np.float32)
         return (scaled - np.array(self.mean, np.float32)[:, None]) / np.array(self.std, np.float32)[:, None]
@@ -189,6 +189,18 @@ class ImageProcessor:
             positions += range(len(ids), len(ids) + features)
             ids += [token] * features
         return ModelInput.with_images(ids, positions, images) if images else ModelInput(ids)
+
+
+def with_numbers(config: ModelConfig, folder: str | Path) -> ModelConfig:
+    """`config` with the numbers of the folder's processor, by which images of another one are refused; as it is where
+    the folder has no processor that rlloop reads."""
+    if config.vision is None:
+        return config
+    try:
+        numbers = ImageProcessor.of_folder(folder).numbers
+    except ModelError:
+        return config
+    return replace(config, vision=replace(config.vision, numbers=numbers))
 
 
 def file_of_uri(uri: str) -> bytes:

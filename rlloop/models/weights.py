@@ -22,6 +22,7 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.models.ropes import RopeTable
 from rlloop.models.safetensors_io import StoredWeights, write_single
 from rlloop.models.transformer import Model
+from rlloop.models.vision_processor import with_numbers
 from rlloop.models.weight_reader import check_shapes, read_weights, shapes_of, tensors_left_out, type_in_memory
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels import RECURRENT, SINKS, VISION, backend_of, device_types
@@ -65,7 +66,7 @@ def load_model(
     cannot be used.
     """
     context = context or ParallelContext(usable_device(device))
-    where, compute, config = context.device, _dtype(dtype), read_config(path)
+    where, compute, config = context.device, _dtype(dtype), with_numbers(read_config(path), path)
     recurs = config.delta is not None or config.mamba is not None
     sees = config.vision is not None
     for feature, needed in ((RECURRENT, recurs), (SINKS, config.sinks), (VISION, sees)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from transformers.utils import logging
 
 from rlloop import Engine, ModelInput, SamplingParams, load_model, token_logprobs
 from rlloop.errors import ConfigError, ModelError
-from rlloop.inputs import ContentSpan, ids_alone
+from rlloop.inputs import ContentSpan, Image, ids_alone
 from rlloop.models import Model, new_model, save_model
 from rlloop.models.config import parse_config
 from rlloop.models.placement import check_placement
 from rlloop.models.prompt_scores import score_prompt
+from rlloop.models.vision_processor import FILE, ImageProcessor
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.layout import Layout
 from rlloop.parity.token_types import compare_prompt
@@ -27,6 +29,7 @@ from tests.support.image_models import (
     FAMILIES,
     PAD,
     START,
+    add_processor,
     image,
     inputs,
     make_image_checkpoint,
@@ -259,6 +262,32 @@ def test_images_that_the_model_cannot_read_are_refused_before_sampling(model: Mo
             Engine(model).generate([prompt], SamplingParams(max_tokens=1))
         with pytest.raises(ConfigError, match=message):
             token_logprobs(model, [(prompt, [5])])
+
+
+@pytest.mark.parametrize("changes", [{"mean": (0.48, 0.46, 0.41)}, {"std": (0.5, 0.5, 0.27)}, {"factor": 1 / 127.5}])
+def test_a_picture_of_another_models_processor_is_refused_before_sampling(
+    tmp_path: Path, model: Model, changes: dict
+) -> None:
+    make_image_checkpoint(tmp_path, dtype=torch.bfloat16)
+    add_processor(tmp_path)
+    own, picture = ImageProcessor.of_folder(tmp_path), np.random.default_rng(0).integers(0, 256, (16, 24, 3), np.uint8)
+    mine, theirs = own.image(picture), pickle.loads(pickle.dumps(replace(own, **changes).image(picture)))
+    with_processor, asked = load_model(tmp_path), SamplingParams(max_tokens=3, seed=0)
+    refused = own.prompt([5, PAD, 6], [theirs])
+    for attempt in (
+        lambda: Engine(with_processor).generate([refused], asked),
+        lambda: token_logprobs(with_processor, [(refused, [5])]),
+    ):
+        with pytest.raises(ConfigError, match=r"bytes stand for .* makes them -1 to 1, .*another model's processor"):
+            attempt()
+    by_hand = Image(theirs.patches, theirs.height, theirs.width)  # these numbers tell of no processor
+    assert by_hand.digest == theirs.digest
+    both = [own.prompt([5, PAD, 6], [each]) for each in (mine, by_hand)]
+    _, taken = Engine(with_processor).generate(both, asked)
+    assert model.source_path is not None
+    assert not (model.source_path / FILE).exists()
+    [made] = Engine(model).generate([refused], asked)  # a folder without a processor refuses none
+    assert made.raw_logprobs.tobytes() == taken.raw_logprobs.tobytes()
 
 
 @pytest.mark.parametrize(
