@@ -99,8 +99,13 @@ def _compressed(keys: Keys) -> Scheme | None:
         keys.take(name)
     _modules(keys, "ignore")
     keys.fixed("quantization_status", "compressed", "frozen")
-    for name in ("sparsity_config", "transform_config"):
-        keys.fixed(name, {})
+    if keys.has("sparsity_config"):
+        zeros = keys.within("sparsity_config")
+        zeros.fixed("format", "dense")  # which stores them
+        for name in ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets"):
+            zeros.take(name)
+        zeros.refuse_the_rest()
+    keys.fixed("transform_config", {})
     keys.fixed("kv_cache_scheme", None)
     if form == "pack-quantized":
         if not keys.copy().take("config_groups"):

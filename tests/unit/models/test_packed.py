@@ -171,6 +171,7 @@ def test_a_quantization_config_whose_groups_are_no_objects():
         ("int4", {"ignore": [3]}, r"ignore is \[3\]; supported is a list of names"),
         ("int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is .*; supported is null"),
         ("int4", {"transform_config": {"config_groups": {}}}, r"transform_config is .*; supported is {}"),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format is 'sparse-24-bitmask'"),
         ("int4", {"config_groups": {"a": {**INT4_GROUP, "input_activations": {"num_bits": 8}}}},
          r"a\.input_activations is .*; supported is null"),
         ("int4", {"config_groups": {"a": {**INT4_GROUP, "weights": {**INT4_GROUP["weights"], "actorder": "group"}}}},
@@ -186,6 +187,13 @@ def test_a_quantization_config_whose_groups_are_no_objects():
 def test_settings_that_would_change_what_is_computed_are_refused_by_name(kind, changes, message):
     with pytest.raises(ModelError, match=message):
         read_scheme({**FORMATS[kind][1], **changes})
+
+
+def test_zeros_that_are_stored_change_nothing():
+    dense = {"format": "dense", "global_sparsity": 0.12, "ignore": ["lm_head"], "sparsity_structure": "unstructured"}
+    for given in (dense, {}):
+        config = {**FORMATS["int4"][1], "sparsity_config": given}
+        assert read_scheme(config) == read_scheme(FORMATS["int4"][1])
 
 
 def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path, caplog):
