@@ -15,9 +15,9 @@ sequence, of which all but the first 512 tokens are trained by GRPO's clipped lo
 
 512k is measured if `--only` names it. Each has a process of its own, and goes from short to long; one that runs out of
 memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of every
-longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model` (without the cache of an
-engine, and what CUDA reserves). `--layers N`: both models have so many, and the figures' names say it, for lengths at
-which a step of all layers takes too long.
+longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model --micro-batches 1`
+(without an engine's parts, and what CUDA reserves). `--layers N`: both models have so many, and the figures' names say
+it, for lengths at which a step of all layers takes too long.
 
 `--find-longest`: the peer trains on one sequence, and on one of twice the length, from the first of `--only` on, until
 it is out of memory; then with its activations offloaded to pinned memory too (`save_on_cpu`), from the length at which
@@ -104,19 +104,19 @@ def child(side: str, folder: Path, settings: dict[str, Any]) -> None:
 
 
 def predicted(config: dict[str, Any], length: int, settings: dict[str, Any], layout: Layout | None = None) -> float:
-    """Bytes that `rlloop doctor --model` predicts for a rank, without an engine's cache and what CUDA reserves. Without
-    a layout: for one rank."""
+    """Bytes that `rlloop doctor --model --micro-batches 1` predicts for a rank, without an engine's parts and what CUDA
+    reserves. Without a layout: for one rank."""
     import torch
 
     from rlloop.models.config import parse_config
     from rlloop.parallel.layout import Layout
-    from rlloop.training.memory import predict
+    from rlloop.training.memory import SAMPLES, predict
 
     parts = predict(
         parse_config(config), layout or Layout(), torch.bfloat16, length, settings["offload"],
-        keep_attention=settings["keep_attention"], offload_activations=settings["offload_activations"],
+        keep_attention=settings["keep_attention"], offload_activations=settings["offload_activations"], micro_batches=1,
     ).parts  # fmt: skip
-    return sum(size for name, size in parts.items() if name not in ("cache", "reserved"))
+    return sum(size for name, size in parts.items() if name not in (*SAMPLES, "reserved"))
 
 
 def speeds(length: int, made: dict[str, Any]) -> list[float]:

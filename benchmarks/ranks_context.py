@@ -6,9 +6,10 @@ A random Qwen3 of the 0.6B shape, bfloat16, all layers recomputed in the backwar
 `--offload-activations` as in `long_context.py`, whose sequences and loss these are). Forward and backward; the update
 is left out. Each number of GPUs has processes of its own, one after the other, and goes from short to long until a GPU
 is out of memory. Figures are recorded with each of them: tokens per second beside one GPU's; peak memory of the GPU
-that needs most, of tensors, beside one GPU's and beside what `rlloop doctor --model` predicts (without an engine's
-cache, and what CUDA and NCCL reserve); and how many logprobs have other bits than one GPU's, which 1 among `--cp`
-makes. Two rounds of each length, fewer where the time that is left is needed for one of every longer length.
+that needs most, of tensors, beside one GPU's and beside what `rlloop doctor --model --micro-batches 1` predicts
+(without an engine's parts, and what CUDA and NCCL reserve); and how many logprobs have other bits than one GPU's, which
+1 among `--cp` makes. Two rounds of each length, fewer where the time that is left is needed for one of every longer
+length.
 
 `--tiny` runs a toy shape on CPUs over gloo, which shows that the script works and measures nothing.
 """

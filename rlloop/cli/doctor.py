@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", type=int, default=16384, metavar="T", help="tokens of a micro-batch (default: 16384)"
     )
+    parser.add_argument("--micro-batches", type=int, default=8, metavar="N", help="of an update, at most (default: 8)")
     parser.add_argument(
         "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
     )
@@ -106,6 +107,8 @@ def _layouts(args: argparse.Namespace) -> Iterator[Line]:
             f"--gpus is {args.gpus}, --tokens {args.tokens} and --lora {args.lora}; the first two must be at least "
             "1, and a rank cannot be negative"
         )
+    if args.micro_batches < 1:
+        raise ConfigError(f"--micro-batches is {args.micro_batches}; it must be at least 1")
     if args.memory is not None and not args.memory > 0:
         raise ConfigError(f"--memory is {args.memory:g}; it must be a positive number of GiB")
     if args.image_tokens is not None and not 0 <= args.image_tokens <= args.tokens:
@@ -116,5 +119,5 @@ def _layouts(args: argparse.Namespace) -> Iterator[Line]:
     return examine_model(
         args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora, args.keep_attention,
         args.offload_activations, args.freeze_vision_tower, args.image_tokens, args.critic,
-        args.rollout_layout,
+        args.rollout_layout, args.micro_batches,
     )  # fmt: skip

@@ -14,13 +14,14 @@ from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import read_config
 from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout, beside, keys_of
-from rlloop.training.memory import DTYPES, GIB, PCIE, UPDATES, layout_keys, layouts, predict, preference
+from rlloop.training.memory import DTYPES, GIB, MICRO_BATCHES, PCIE, UPDATES, layout_keys, layouts, predict, preference
 
 
 def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
     keep_attention: bool = False, offload_activations: bool = False, freeze_tower: bool = False,
     image_tokens: int | None = None, critic: bool = False, rollout: Sequence[str] | None = None,
+    micro_batches: int = MICRO_BATCHES,
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
@@ -29,8 +30,9 @@ def examine_model(
     `keep_attention`: `trainer.checkpoint_keep_attention`; `offload_activations`: `trainer.checkpoint_offload`;
     `freeze_tower`: `trainer.freeze_vision_tower`. `image_tokens`: of `tokens`, those of pictures; None: all, where the
     model sees. `critic`: `algorithm.critic`, which rules out `pp`. `rollout`: degrees of `rollout.layout`, such as
-    tp=2, for all of the layouts; None: the engine reads the trainer's weights. Raises `ConfigError` where it has none,
-    cannot offload, has no tower or cannot have `rollout`, `ModelError` for a folder without a known config.json.
+    tp=2, for all of the layouts; None: the engine reads the trainer's weights. `micro_batches`: at most so many of an
+    update. Raises `ConfigError` where it has none, cannot offload, has no tower or cannot have `rollout`, `ModelError`
+    for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
@@ -47,7 +49,7 @@ def examine_model(
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
             offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
-            image_tokens=image_tokens, critic=critic, engine=engine,
+            image_tokens=image_tokens, critic=critic, engine=engine, micro_batches=micro_batches,
         )
         for layout in every
     ]  # fmt: skip
@@ -56,7 +58,7 @@ def examine_model(
         None,
         f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
         f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}{'a critic, ' if critic else ''}"
-        f"micro-batches of {tokens} tokens{pictures}, every layer checkpointed"
+        f"micro-batches of {tokens} tokens{pictures}, up to {micro_batches} an update, every layer checkpointed"
         f"{' but for its attention' if keep_attention else ''}; GiB of a rank:",
     )
     update = ", ".join(part for part in UPDATES if part in needs[0].parts)

@@ -24,15 +24,16 @@ from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
-from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
 from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STATE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
+from rlloop.trainer.gradients import IN_FLIGHT
 from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
-from rlloop.training import vision_memory as tower
+from rlloop.training import vision_memory
+from rlloop.training.dense_memory import Heads, head_backward, mlp_backward
 from rlloop.training.latent_memory import Latents
 from rlloop.training.recurrent_memory import Recurrence
 
@@ -41,8 +42,12 @@ RUNNING = 512  # requests of an engine at a time
 PCIE = 50e9  # bytes a second each way, of a GPU's 16 lanes of the fifth generation: assumed
 RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: assumed
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
-# Parts that exist while the trainer works.
-UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "values")
+TOKEN_BYTES = 128  # ids, positions and targets 24, settings 40; results, their gradients, a loss's numbers: 16 float32
+WORKSPACES = 2 * 32 << 20  # of cuBLAS on Hopper, for the threads of forwards and of backwards
+# Parts that exist while the trainer works, and while the engine does.
+UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "head", "values")
+SAMPLES = ("cache", "states", "logits")
+WAITING = "waiting"  # what `predict` moves to the host
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -57,9 +62,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of a cache that sleeps, states among it, and of what an update takes, the larger counts."""
-        update = sum(self.parts.get(name, 0) for name in UPDATES)
-        asleep = sum(self.parts.get(name, 0) for name in ("cache", "states"))
+        """Of a cache that sleeps, with states and logits, and of what an update takes, the larger counts."""
+        update, asleep = (sum(self.parts.get(name, 0) for name in names) for names in (UPDATES, SAMPLES))
         return sum(self.parts.values()) - (min(update, asleep) if self.sleeps else 0)
 
     def describe(self) -> str:
@@ -96,7 +100,7 @@ def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
     sleeps: bool = False, freeze_tower: bool = False, image_tokens: int | None = None, critic: bool = False,
-    engine: Layout | None = None,
+    engine: Layout | None = None, micro_batches: int = MICRO_BATCHES,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
@@ -107,7 +111,7 @@ def predict(
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled. `critic`: `algorithm.critic` as well, which has and trains weights of
     its own, in turn with the policy. `engine`: `rollout.layout`, which fills the trainer's ranks once or several times;
-    None: one that reads the trainer's weights.
+    None: one that reads the trainer's weights. `micro_batches`: at most so many of an update.
     """
     # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
     mixed = config.blocks is not None or config.delta is not None
@@ -118,8 +122,8 @@ def predict(
     sizes = max(
         (
             _parts(
-                config, layout, rank, dtype, tokens, lora, trains, keep_attention, freeze_tower,
-                tokens if image_tokens is None else image_tokens, critic, engine,
+                config, layout, rank, dtype, tokens, lora, trains, keep_attention, offload_activations, freeze_tower,
+                tokens if image_tokens is None else image_tokens, critic, engine, micro_batches,
             )
             for rank in ranks
         ),
@@ -129,8 +133,7 @@ def predict(
     host = sum(sizes.pop(name) for name in moved)
     if host:
         sizes["blocks"] = (1 + critic) * BLOCKS * BLOCK_BYTES
-    if offload_activations:
-        host += sum(sizes.pop(name, 0) for name in ("kept", "attention"))
+    host += sizes.pop(WAITING, 0)
     return Memory(layout, sizes, host, sleeps)
 
 
@@ -142,7 +145,8 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
-    keep_attention: bool, freeze_tower: bool, image_tokens: int, critic: bool, engine: Layout | None,
+    keep_attention: bool, offload_activations: bool, freeze_tower: bool, image_tokens: int, critic: bool,
+    engine: Layout | None, micro_batches: int,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     sampled = model if engine is None else _model(config, engine, rank % engine.world_size)
@@ -160,7 +164,6 @@ def _parts(
             adapted += math.prod(shape)
             owned += _most(shape, layout.dp_shard // (layout.expert_leaves if of_experts else 1))
         frozen["adapter"] = adapted * dtype.itemsize
-    levels = int(math.log2(MICRO_BATCHES))  # of float32 sums; one gradient more has not been added yet
     sampling = sampled.context.layout
     recurrence, cached = Recurrence.of(config, sampling.tp), max(1, bytes_per_token(sampled.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
@@ -168,14 +171,17 @@ def _parts(
     pictures = min(image_tokens, -(-tokens // layout.cp)) if model.visual is not None else 0
     towers = [_tower(config, dtype, pictures, not (freeze_tower or mode)) for mode in modes]
     inputs, features, seeing = (max(each) for each in zip(*towers, strict=True))
+    first, last, gradients = model.stage.first, model.stage.last, max(owned, every * critic)
+    head = _most((config.vocab_size // layout.tp, config.hidden_size), layout.dp_shard) if last and not lora else 0
+    gradients += head if first and config.tied else 0  # a tied weight's two uses have sums of their own
     trained = {
         "masters": owned * masters,
         "optimizer": 2 * (owned + every * critic) * wide,  # the critic's is offloaded as well; its masters are not
-        "gradients": max(owned, every * critic) * (levels * wide + dtype.itemsize),
-        **_kept(config, layout, dtype, tokens, inputs, features),
-        "activations": max(seeing, *(_activations(config, layout, dtype, tokens, mode) for mode in modes)),
-        **({"attention": _attention(config, layout, dtype, tokens)} if keep_attention else {}),
-    }
+        **_backward(
+            config, layout, dtype, tokens, modes, gradients, head, last, (inputs, features, seeing), micro_batches,
+            keep_attention, offload_activations,
+        ),
+    }  # fmt: skip
     if critic:
         trained["critic"] = held * dtype.itemsize + every * masters
         # Its head reads all last hidden states in float32, and their gradient is.
@@ -187,6 +193,7 @@ def _parts(
         "cache": positions * cached,
         **({} if recurrence is None else {"states": _states(recurrence, sampled)}),
         "logits": LOGITS_AT_ONCE["cuda"] * wide // sampling.tp,
+        "tables": wide * config.max_positions * config.rope_dim + TOKEN_BYTES * tokens + WORKSPACES,
         "reserved": RESERVED,
     }
 
@@ -220,27 +227,79 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
     return -(-shape[0] // owners) * math.prod(shape[1:])
 
 
-def _activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, lora: int) -> int:
-    """Estimate: what one layer keeps for its backward pass, and what attention's or a recurrence's backward makes of
-    it, for the kind of layer that needs most."""
+def _backward(
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, modes: list[int], gradients: int, head: int,
+    scores: bool, tower: tuple[int, int, int], micro_batches: int, keep_attention: bool, offload_activations: bool,
+) -> dict[str, int]:  # fmt: skip
+    """Bytes of what an update takes, by part, at the moment of a micro-batch's backward that takes most.
+
+    While layers give their gradients, what they kept is freed. `gradients`: numbers that the rank sums, `head`: those
+    of the head. `scores`: it has the head. `tower`: as `_tower`. Waiting in host memory: but for one layer's."""
+    inputs, features, seeing = tower
+    wide, rows = torch.float32.itemsize, -(-tokens // layout.cp)
+    leaf = wide if layout.cp > 1 else dtype.itemsize  # of one micro-batch; a sum of cp ranks' is float32
+    sums = [sums_held(count, leaf) for count in range(micro_batches + 1)]
+    before, after = gradients * max(sums[:-1]), gradients * max(sums[1:])
+    whole, layer = _kept(config, layout, dtype, tokens, keep_attention)
+    under_way = min(layout.pp, micro_batches)  # in a pipeline
+    every = {name: under_way * (size + inputs * (name == "kept")) for name, size in whole.items()}
+    few = {name: every[name] - whole[name] + size for name, size in layer.items()}
+    waiting = {}
+    if offload_activations:
+        waiting, every, few = {WAITING: sum(every.values())}, layer, layer
+    latents = Latents.of(config, layout)
+    shared = 0 if latents is None else rows * latents.kept() * -(-latents.shared // layout.pp)
+    beside = {"selections": under_way * shared, "features": under_way * features}
+    activations = max(layer_activations(config, layout, dtype, tokens, mode) for mode in modes)
+    if keep_attention and Recurrence.of(config) is None:  # of a recurrent layer nothing else is kept
+        activations -= layer["attention"]  # the same tensors
+    moves = layout.dp_shard * layout.dp_replicate > 1
+    flying = min(IN_FLIGHT, gradients * layout.dp_shard * dtype.itemsize) if moves else 0
+    before, after, scoring = before + flying, after + flying, 0
+    if scores:
+        scoring = head_backward(config.hidden_size, config.vocab_size, rows, dtype.itemsize, layout, head > 0)
+    of_layer = max(0, gradients - 2 * head) // -(-config.num_layers // layout.pp)  # without embedding and head
+    moments = (  # the head, the last layer, the first or a tower, the update
+        {"gradients": before, **every, **beside, "head": scoring},
+        {"gradients": before + (head + of_layer) * leaf, **every, **beside, "activations": activations},
+        {"gradients": after, **few, **beside, "activations": max(seeing, activations)},
+        {"gradients": gradients * wide},
+    )
+    most = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: size for name, size in (most | waiting).items() if size}
+
+
+def sums_held(count: int, leaf: int) -> int:
+    """Bytes a number that a `TreeSum` of `count` micro-batches holds, of which one takes `leaf` bytes."""
+    return (count & 1) * leaf + (count >> 1).bit_count() * torch.float32.itemsize
+
+
+def layer_activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, lora: int = 0) -> int:
+    """Bytes of what one layer saves for its backward pass, but for its input, and of that pass where it holds most, for
+    the kind of layer that needs most."""
     width, mixture, rows = config.hidden_size, config.mixture, -(-tokens // layout.cp)
-    # Queries and keys before and after norm and rotation, values, outputs, the gradients of all but the first. On an
-    # H100 a token of the 0.6B shape took 36.4 KiB, between 262,144 and 524,288; this is 36.
-    attended = 5 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    inner = min(rows, ROWS) * 3 * config.intermediate_size
-    if mixture is not None:
-        inner = max(inner, rows * mixture.routing.top_k * (3 * mixture.expert_size + width))
-    mixers = [dtype.itemsize * rows * attended // layout.tp] if config.attention_layers else []
+    itemsize = dtype.itemsize
+    mixers = list[tuple[int, int]]()  # bytes that are saved, and of the backward beside them
+    if config.attention_layers:
+        heads = Heads.of(config, layout)
+        mixers = [(rows * heads.saved(itemsize), rows * heads.backward(itemsize))]
     if (latents := Latents.of(config, layout)) is not None:
-        saved = rows * latents.saved(dtype.itemsize, lora) + (tokens - rows) * latents.gathered(dtype.itemsize)
-        mixers = [saved + max(latents.backward(dtype.itemsize, tokens), latents.choosing(tokens))]
+        saved = rows * latents.saved(itemsize, lora) + (tokens - rows) * latents.gathered(itemsize)
+        mixers = [(saved, max(latents.backward(itemsize, tokens), latents.choosing(tokens)))]
     if (recurrence := Recurrence.of(config, layout.tp)) is not None:
-        of_token = recurrence.saved(dtype.itemsize) + recurrence.gradients()
         # Ranks along cp have all tokens of own heads, which is as much as own tokens of all heads.
-        mixers.append(rows * of_token + recurrence.backward(rows))
-    mixer, inner = max(mixers, default=0), dtype.itemsize * inner // layout.tp
-    # A layer of one block has either.
-    return dtype.itemsize * rows * 3 * width + (mixer + inner if config.blocks is None else max(mixer, inner))
+        work = rows * recurrence.gradients() + recurrence.backward(rows)
+        mixers.append((rows * recurrence.saved(itemsize), work))
+    each = itemsize * rows * width  # of a norm's result, a sum or a gradient
+    saved, mixing = (max(found, default=0) for found in ([pair[0] for pair in mixers], map(sum, mixers)))
+    dense = experts = 0
+    if mixture is None or len(mixture.layers) < config.num_layers:
+        dense = mlp_backward(width, config.intermediate_size, rows, itemsize, layout.tp, not lora)
+    if mixture is not None:  # estimated: without gradients, and as if they lasted until the mixer's backward
+        experts = itemsize * rows * mixture.routing.top_k * (3 * mixture.expert_size + width) // layout.tp
+    if config.blocks is not None:  # a layer has one of these
+        return 2 * each + max(mixing, dense, experts)
+    return max(2 * each + mixing + experts, 4 * each + saved + dense)
 
 
 def _states(recurrence: Recurrence, model: Model) -> int:
@@ -256,34 +315,28 @@ def _tower(config: ModelConfig, dtype: torch.dtype, image_tokens: int, trains: b
         return 0, 0, 0
     vision, itemsize = config.vision, dtype.itemsize
     patches = image_tokens * vision.merge_size**2
-    features = image_tokens * tower.features(vision, itemsize, trains)
-    forward = tower.forward(vision, itemsize)
+    features = image_tokens * vision_memory.features(vision, itemsize, trains)
+    forward = vision_memory.forward(vision, itemsize)
     if not trains:
         return 0, features, patches * forward
-    block = tower.block(vision, itemsize) + tower.block_backward(vision, itemsize)
-    kept = features + patches * tower.kept(vision, itemsize)
-    return patches * tower.inputs(vision, itemsize), kept, patches * max(forward, block)
+    block = vision_memory.block(vision, itemsize) + vision_memory.block_backward(vision, itemsize)
+    kept = features + patches * vision_memory.kept(vision, itemsize)
+    return patches * vision_memory.inputs(vision, itemsize), kept, patches * max(forward, block)
 
 
 def _kept(
-    config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, inputs: int, features: int
-) -> dict[str, int]:
-    """Bytes of layers' inputs, a tower's among them, which may wait in host memory; and of what may not: selections
-    that several layers read, and a tower's features and mergers."""
-    under_way, rows = min(layout.pp, MICRO_BATCHES), -(-tokens // layout.cp)  # micro-batches in a pipeline
-    stream = tokens * dtype.itemsize // layout.cp * config.hidden_size * -(-config.num_layers // layout.pp)
-    latents = Latents.of(config, layout)
-    shared = 0 if latents is None else rows * latents.kept() * -(-latents.shared // layout.pp)
-    beside = {"selections": shared, "features": features}
-    return {"kept": under_way * (stream + inputs), **{name: under_way * size for name, size in beside.items() if size}}
-
-
-def _attention(config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of attention's outputs, and of its log-sum-exps in float32, in all layers that have attention."""
-    width = config.head_dim if config.latent is None else config.latent.kv_rank
-    of_head = width * dtype.itemsize + torch.float32.itemsize
-    layers = -(-len(config.attention_layers) // layout.pp) * min(layout.pp, MICRO_BATCHES)
-    return tokens // layout.cp * layers * -(-config.num_heads // layout.tp) * of_head
+    config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, keep_attention: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of what a stage's layers keep of one micro-batch, and which of these are one layer's: its input, and, with
+    `keep_attention`, attention's output and its log-sum-exps in float32."""
+    rows, itemsize = -(-tokens // layout.cp), dtype.itemsize
+    each = {"kept": rows * itemsize * config.hidden_size}
+    layers = {"kept": -(-config.num_layers // layout.pp)}
+    if keep_attention:
+        width = config.head_dim if config.latent is None else config.latent.kv_rank
+        each["attention"] = rows * -(-config.num_heads // layout.tp) * (width * itemsize + torch.float32.itemsize)
+        layers["attention"] = -(-len(config.attention_layers) // layout.pp)
+    return {name: size * layers[name] for name, size in each.items()}, each
 
 
 def _context(layout: Layout, rank: int) -> ParallelContext:

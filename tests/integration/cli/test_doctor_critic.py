@@ -28,7 +28,7 @@ def test_a_critic_has_weights_masters_and_moments_of_its_own(tmp_path):
     assert moments - 4 * 8 * len(critic._masters.shards) * 4 <= added <= moments  # ends are filled up to vectors
     assert both.parts["gradients"] == alone.parts["gradients"], "each in its turn"
     adapted, with_critic = (predict(config, Layout(), torch.bfloat16, 64, lora=4, critic=has) for has in (False, True))
-    assert with_critic.parts["gradients"] == alone.parts["gradients"] > adapted.parts["gradients"]
+    assert alone.parts["gradients"] > with_critic.parts["gradients"] > adapted.parts["gradients"]
     offloaded = predict(config, Layout(), torch.bfloat16, 64, "masters", critic=True)
     assert offloaded.host == both.parts["optimizer"] + both.parts["masters"]
     assert offloaded.parts["critic"] == both.parts["critic"], "its masters stay"

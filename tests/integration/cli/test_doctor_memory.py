@@ -14,7 +14,7 @@ from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.trainer import Trainer
-from rlloop.training.memory import GIB, layouts, predict
+from rlloop.training.memory import GIB, UPDATES, layouts, predict
 from tests.support.checkpoints import make_checkpoint
 from tests.support.image_models import make_image_checkpoint
 from tests.support.ranks import run_ranks
@@ -141,7 +141,8 @@ def test_activations_that_wait_on_the_host(tmp_path, capsys):
     here = predict(config, Layout(), torch.bfloat16, 64, keep_attention=True)
     moved = predict(config, Layout(), torch.bfloat16, 64, keep_attention=True, offload_activations=True)
     assert moved.host == here.parts["kept"] + here.parts["attention"]
-    assert moved.total + moved.host == here.total
+    for part in ("kept", "attention"):  # of the layer that is made again
+        assert moved.parts[part] * config.num_layers == here.parts[part]
     arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory", "8", "--offload-activations"]
     assert main(arguments) == 0
     assert "trainer.checkpoint_offload=true: what is kept of a micro-batch's layers" in capsys.readouterr().out
@@ -153,9 +154,10 @@ def test_of_a_cache_that_sleeps_and_of_an_update_the_larger_counts(tmp_path, cap
     for tokens in (64, 1 << 22):
         both, turns = (predict(config, Layout(), torch.bfloat16, tokens, sleeps=sleeps) for sleeps in (False, True))
         assert both.parts == turns.parts
-        update = sum(both.parts[name] for name in ("gradients", "kept", "activations"))
-        assert (update > both.parts["cache"]) == (tokens > 64)
-        assert turns.total == both.total - min(update, both.parts["cache"]) < both.total
+        update = sum(both.parts.get(name, 0) for name in UPDATES)
+        engine = both.parts["cache"] + both.parts["logits"]
+        assert (update > engine) == (tokens > 64)
+        assert turns.total == both.total - min(update, engine) < both.total
     arguments = ["doctor", "--model", str(tmp_path / "model"), "--gpus", "1", "--memory"]
     assert main([*arguments, "8"]) == 0
     assert f"one rank: {predict(config, Layout(), torch.bfloat16, 16384, sleeps=True).total / GIB:.1f}" in (
@@ -167,12 +169,11 @@ def test_of_a_cache_that_sleeps_and_of_an_update_the_larger_counts(tmp_path, cap
 def test_inner_activations_of_a_long_sequence_are_those_of_a_block_of_rows(tmp_path):
     make_model(tmp_path)
     config = read_config(tmp_path / "model")
-    inner = 2 * 3 * config.intermediate_size
-    one, two, four = (
-        predict(config, Layout(), torch.bfloat16, blocks * ROWS).parts["activations"] for blocks in (1, 2, 4)
+    one, two, three, four = (
+        predict(config, Layout(), torch.bfloat16, blocks * ROWS).parts["activations"] for blocks in (1, 2, 3, 4)
     )
-    assert four - two == 2 * (two - one)
-    assert two - one == one - ROWS * inner
+    assert four - three == three - two
+    assert four - three < one - ROWS * 2 * 4 * config.intermediate_size
 
 
 def test_every_layout_has_the_ranks_asked_for(tmp_path):
@@ -223,3 +224,18 @@ def test_model_and_gpus_belong_together(given, capsys):
 def test_memory_is_a_positive_number(memory, tmp_path, capsys):
     assert main(["doctor", "--model", str(tmp_path), "--gpus", "2", f"--memory={memory}"]) == 2
     assert f"--memory is {memory}; it must be a positive number of GiB" in capsys.readouterr().err
+
+
+def test_fewer_micro_batches_have_fewer_sums(tmp_path, capsys):
+    make_model(tmp_path)
+    folder, config = str(tmp_path / "model"), read_config(tmp_path / "model")
+    arguments = ["doctor", "--model", folder, "--gpus", "1", "--memory", "30", "--tokens", str(1 << 20)]
+    one, eight = (
+        predict(config, Layout(), torch.bfloat16, 1 << 20, sleeps=True, micro_batches=count) for count in (1, 8)
+    )
+    assert one.parts["gradients"] < eight.parts["gradients"]
+    assert main([*arguments, "--micro-batches", "1"]) == 0
+    assert "up to 1 an update" in (printed := capsys.readouterr().out)
+    assert f"ok  one rank: {one.total / GIB:.1f}: {one.describe()}" in printed
+    assert main([*arguments, "--micro-batches", "0"]) == 2
+    assert "--micro-batches is 0; it must be at least 1" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from rlloop.models import new_model
 from rlloop.models.recurrent import DeltaNet, Mamba
 from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.engine import STATE_BYTES
+from rlloop.training.dense_memory import Heads
 from rlloop.training.memory import predict
 from rlloop.training.recurrent_memory import Recurrence
 from tests.support.memory_use import saved_by
@@ -104,6 +105,7 @@ def test_recurrent_layers_add_what_they_need() -> None:
     assert config.delta is not None
     without = replace(config, delta=None)
     one, other = (predict(each, Layout(), torch.bfloat16, 4096).parts["activations"] for each in (config, without))
-    attended = 2 * 4096 * 5 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    heads = Heads.of(config, Layout())
+    attended = 4096 * (heads.saved(2) + heads.backward(2))
     of_layer = 4096 * (recurrence.saved(2) + recurrence.gradients()) + recurrence.backward(4096)
     assert one - other == of_layer - attended > 0
