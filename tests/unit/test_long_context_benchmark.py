@@ -78,11 +78,13 @@ def test_figures_say_who_ran_out_of_memory_and_what_was_predicted(module):
     assert 30 < longest[-2] < 50  # one GPU of 80 GB is said to hold 256k tokens
     assert long.predicted(config, 1024, {**settings, "offload": "masters"}) < long.predicted(config, 1024, settings)
     keeps = {**settings, "keep_attention": True}
-    assert long.predicted(config, 1024, keeps) - long.predicted(config, 1024, settings) == 28 * 1024 * 16 * (256 + 4)
+    more = long.predicted(config, 32768, keeps) - long.predicted(config, 32768, settings)
+    assert more == 28 * 32768 * 16 * (256 + 4)
     speed, *_ = long.figures_of({"rlloop": {1024: ran}, "peer": {}}, 1024, config, "a shape", keeps)
     assert "layers recomputed but for attention" in speed.name
     moved = {**keeps, "offload_activations": True}
-    assert long.predicted(config, 1024, settings) - long.predicted(config, 1024, moved) == 28 * 1024 * 2 * 1024
+    kept, waits = (long.predicted(config, 131072, each) for each in (settings, moved))
+    assert kept - waits > 0.8 * 28 * 131072 * 2 * 1024
     for found in ({"rlloop": {1024: ran}, "peer": {1024: outgrown}}, {"peer": {1024: outgrown}, "rlloop": {1024: ran}}):
         speed, *_ = long.figures_of(found, 1024, config, "a shape", moved)
         assert speed.name.endswith("layers recomputed but for attention, activations offloaded")

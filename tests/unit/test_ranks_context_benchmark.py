@@ -28,7 +28,8 @@ def test_figures_stand_beside_one_gpu_s_and_beside_what_was_predicted(module):
     assert (memory.value, memory.peer_value) == (30.0, 40.0)
     settings = {"offload": "none", "keep_attention": True, "offload_activations": False}
     assert predicted.value == long.predicted(long.config_of(False), 600, settings, ranks.Layout(cp=2)) / GIB
-    assert predicted.value < long.predicted(long.config_of(False), 600, settings) / GIB
+    alone, split = (long.predicted(long.config_of(False), 131072, settings, ranks.Layout(cp=cp)) for cp in (1, 2))
+    assert split < alone
     assert (differ.name, differ.value) == (f"logprobs that differ from one GPU's, of 3, {said}2", 1)
     outgrown = {1: {600: {"outgrown": True}}, 2: {600: two, 700: {"outgrown": True}}}
     speed, memory, _ = ranks.figures_of(args, outgrown, 2, 600)
