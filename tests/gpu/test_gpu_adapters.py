@@ -11,13 +11,13 @@ from rlloop.models import save_model
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.numerics.layout import AdapterSlots, Factors, LogitsProcessing
 from rlloop.numerics.ops import ops_for
-from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight
+from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight, is_packed
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.trainer import Trainer
 from tests.support.adapters import adapter_folder
-from tests.support.gpu_mixtures import FAMILIES, model_of, traffic
-from tests.support.packed_models import packed_matrix
+from tests.support.gpu_mixtures import FAMILIES, LATENT, model_of, traffic
+from tests.support.packed_models import make_packed, packed_matrix
 from tests.support.samples import as_sample, different
 from tests.support.traffic import bits
 
@@ -25,6 +25,7 @@ OPS, EXACT = ops_for(NumericsProfile()), ops_for(NumericsProfile.preset("referen
 TYPES = [torch.bfloat16, torch.float16, torch.float32]
 RANKS = [8, 24, 64, 0]
 ALL = ("all-linear", "lm_head")
+KIMI = {**LATENT, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 def randn(*shape, seed, dtype, scale=1.0):
@@ -239,6 +240,28 @@ def test_packed_experts_and_powers_of_two():
     x = randn(40, 128, seed=0, dtype=torch.bfloat16)
     grouped = torch.ops.rlloop.grouped_linear
     assert same_bits(grouped(x, up, True, rows), grouped(x, up.dequantised(), True, rows))
+
+
+def check_kimi(place, device="cuda"):
+    """Over int4 experts, and over the same weights written plainly; every other row has an adapter."""
+    prompts, sampling = traffic(12)
+    prompts = [[token % 97 for token in each] for each in prompts]
+    names, found = [(None, "a")[index % 2] for index in range(len(prompts))], []
+    for folder in make_packed(place, "int4_kimi", **KIMI):
+        model = load_model(folder, dtype="bfloat16", device=device).requires_grad_(False)
+        load_adapter(model, adapter_folder(place / f"adapter of {folder.name}", model, 0, targets=ALL), "a")
+        made = Engine(model, max_batch_tokens=64).generate(prompts, sampling, adapters=names)
+        for each, name in zip(made, names, strict=True):
+            (scored,) = token_logprobs(model, [(each.prompt_ids, each.token_ids)], adapter=name)
+            assert each.raw_logprobs.tobytes() == scored.detach().cpu().numpy().tobytes()
+        found.append((sum(is_packed(weight) for weight in model.parameters()), [bits(each) for each in made]))
+    (packed, mine), (none, plain) = found
+    assert (packed, none) == (4, 0)  # up and down of two layers
+    assert mine == plain
+
+
+def test_a_kimi_k25_of_int4_experts_has_the_bits_of_plain_ones(tmp_path):
+    check_kimi(tmp_path)
 
 
 def test_graphs_follow_adapters_that_come_and_go(tmp_path):

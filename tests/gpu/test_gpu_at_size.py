@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rlloop.models import redraw, token_logprobs
+from rlloop.models import new_model, redraw, token_logprobs
 from rlloop.models.scoring import ScoreRow
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine
-from rlloop.types import SamplingParams
-from tests.support.gpu_models import drawn_on_gpu
+from rlloop.types import Completion, SamplingParams
+from tests.support.gpu_mixtures import RECURRENT, SIZES
+from tests.support.gpu_models import CONFIG, drawn_on_gpu
+from tests.support.traffic import bits
 
 OURS = ops_for(NumericsProfile())
 UNIT = 2.0**-8  # bfloat16's: a number is rounded by at most so much of itself
@@ -153,6 +156,40 @@ def test_the_trainer_has_the_engine_s_bits_after_a_long_prompt(length):
     assert all(c.logprobs.std() > 0.1 for c in made), "all tokens are alike: nothing was compared"
     row = ScoreRow(made[0].prompt_ids + made[0].token_ids, range(length, length + 64), sampling[0])
     assert redraw(model, [row])[0].token_ids.tolist() == made[0].token_ids
+
+
+LONGEST = 262144
+LONG_MODELS: dict[str, dict[str, Any]] = {
+    "0.6B": {**CONFIG, "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2, "initializer_range": 0.02},
+    "recurrent": {**SIZES, "model_type": "qwen3_5_moe_text", **RECURRENT["qwen3_5_moe_text"]},
+}  # fmt: skip
+
+
+def check_chunks(config: dict[str, Any], length: int, sizes: tuple[int, int], device: str = "cuda") -> None:
+    """A prompt prefilled in chunks of either size, the tokens sampled after it, and the trainer's one forward."""
+    model = new_model({**config, "max_position_embeddings": length + 64}, seed=0, dtype="bfloat16").to(device)
+    for name, weight in model.named_parameters():
+        if name.endswith("q_norm.weight"):  # attention to few keys: what one of the many adds is not rounded away
+            weight.data.add_(2)
+    prompt = np.random.default_rng(0).integers(3, config["vocab_size"], length).tolist()
+    read, sampled = list[np.ndarray](), list[Completion]()
+    for size in sizes:
+        engine = Engine(model, max_batch_tokens=size, max_cache_tokens=length + 128, prefix_caching=False)
+        read += engine.prefill_logprobs([prompt])
+        sampled += engine.generate([prompt], SamplingParams(32, seed=0, ignore_eos=True))
+    assert read[0].std() > 0.1, "all tokens are alike: nothing was compared"
+    assert read[0].tobytes() == read[1].tobytes()
+    assert bits(sampled[0]) == bits(sampled[1])
+    last = length - 512
+    with torch.no_grad():
+        (scored,) = token_logprobs(model, [(prompt[:last], prompt[last:] + sampled[0].token_ids)])
+    assert np.concatenate([read[0][last - 1 :], sampled[0].logprobs]).tobytes() == scored.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", LONG_MODELS)
+def test_chunks_of_the_longest_prompt_have_the_trainer_s_bits(name):
+    check_chunks(LONG_MODELS[name], LONGEST, (8192, 5000))
 
 
 ROWS = [65, 96, 127, 200, 257, 511, 640, 1000, 1023]

@@ -16,8 +16,10 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
-from rlloop.trainer import Trainer
+from rlloop.trainer import Trainer, TrainSequence
 from tests.support.checkpoints import EVERY, RECURRENT, make_checkpoint
+from tests.support.image_models import FAMILIES as PICTURED
+from tests.support.image_models import make_picture_groups, make_wide_image_checkpoint
 from tests.support.shared_prefixes import whole_sequences
 from tests.support.train_sequences import VOCAB, gradients, make_groups
 
@@ -77,11 +79,9 @@ def test_wide_latents() -> None:
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
 
 
-@pytest.mark.parametrize("family", EVERY)
-def test_no_logprob_differs(tmp_path: Path, family: str) -> None:
-    make_checkpoint(tmp_path, family, dtype=torch.bfloat16, vocab_size=VOCAB)
-    model = load_model(tmp_path, dtype="bfloat16", device="cuda")
-    rows = [ScoreRow(item.token_ids, item.predict) for item in make_groups(((3, 140), (2, 70), (2, 64), (1, 90)))]
+def check_logprobs(folder: Path, batch: list[TrainSequence], device: str = "cuda") -> None:
+    model = load_model(folder, dtype="bfloat16", device=device)
+    rows = [ScoreRow(item.token_ids, item.predict, model_input=item.model_input) for item in batch]
     whole = score(model, rows)
     with torch.no_grad():
         assert all(same_bits(a, b.detach()) for a, b in zip(score(model, rows), whole, strict=True))
@@ -90,13 +90,17 @@ def test_no_logprob_differs(tmp_path: Path, family: str) -> None:
         assert all(same_bits(a.detach(), b.detach()) for a, b in zip(shared, whole, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", *RECURRENT])
-def test_updates(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", EVERY)
+def test_no_logprob_differs(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16, vocab_size=VOCAB)
+    check_logprobs(tmp_path, make_groups(((3, 140), (2, 70), (2, 64), (1, 90))))
 
+
+def check_updates(folder: Path, batch: list[TrainSequence], device: str = "cuda") -> None:
     def update(share: bool) -> tuple[list[bytes], dict[str, torch.Tensor]]:
-        trainer = Trainer(load_model(tmp_path, dtype="bfloat16", device="cuda"), TrainerConfig(share_prompts=share))
-        result = trainer.forward_backward(make_groups(), get_loss("grpo"))
+        trainer = Trainer(load_model(folder, dtype="bfloat16", device=device), TrainerConfig(share_prompts=share))
+        result = trainer.forward_backward(batch, get_loss("grpo"))
+        assert not share or result.metrics["trainer/shared_tokens"].value > 0
         return [np.asarray(each).tobytes() for each in result.logprobs], gradients(trainer)
 
     (logprobs, mine), (same, theirs), (_, again) = update(True), update(False), update(True)
@@ -104,3 +108,17 @@ def test_updates(tmp_path: Path, family: str) -> None:
     for name, grad in mine.items():
         assert same_bits(grad, again[name]), name
         assert (grad - theirs[name]).norm() < 3e-2 * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", *RECURRENT])
+def test_updates(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family, dtype=torch.bfloat16, vocab_size=VOCAB)
+    check_updates(tmp_path, make_groups())
+
+
+@pytest.mark.parametrize("family", PICTURED)
+def test_pictures(tmp_path: Path, family: str) -> None:
+    """A picture goes on past the end of what is shared; its tower, too, has its gradients."""
+    make_wide_image_checkpoint(tmp_path, family, torch.bfloat16)
+    check_logprobs(tmp_path, make_picture_groups())
+    check_updates(tmp_path, make_picture_groups())

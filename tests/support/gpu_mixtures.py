@@ -37,6 +37,10 @@ FAMILIES = {
     "glm_moe_dsa": {
         "architectures": ["GlmMoeDsaForCausalLM"], **LATENT, **INDEXER, "indexer_types": ["full", "shared"],
     },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "num_key_value_heads": 2, "head_dim": 64, "rotary_dim": 32,
+        "num_local_experts": 15, "num_experts_per_tok": 4, "intermediate_size": 96, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 RECURRENT = {  # and those with sinks and windows

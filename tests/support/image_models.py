@@ -24,7 +24,7 @@ from rlloop.inputs import Image
 from rlloop.models.config import read_config
 from rlloop.models.vision_processor import FILE, ImageProcessor
 from rlloop.trainer import TrainSequence
-from tests.support.train_sequences import make_batch
+from tests.support.train_sequences import make_batch, make_groups
 
 START, PAD, END = 90, 91, 92  # tokens of the prompt's form
 TEXT = {
@@ -189,4 +189,14 @@ def make_picture_batch(count: int, seed: int) -> list[TrainSequence]:
         batch[index] = replace(
             each, token_ids=ids, predict=range(len(prompt), len(ids)), model_input=prompt if images else None
         )
+    return batch
+
+
+def make_picture_groups() -> list[TrainSequence]:
+    """Groups of 3, 1 and 2, each with a picture in its prompt: 42 features, of which 2 stand after what is shared."""
+    picture, batch = image(12, 14), []
+    for each in make_groups([(3, 30), (1, 30), (2, 70)]):
+        prompt = prompt_with(each.token_ids[:23], picture, each.token_ids[23 : each.predict[0]])
+        ids = prompt.token_ids + each.token_ids[each.predict[0] :]
+        batch.append(replace(each, token_ids=ids, predict=range(len(prompt), len(ids)), model_input=prompt))
     return batch

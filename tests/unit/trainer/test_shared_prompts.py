@@ -20,7 +20,7 @@ from rlloop.trainer.batching import make_step_batch
 from rlloop.trainer.update_result import UpdateResult
 from rlloop.types import ContentSpan, ModelInput
 from tests.support.checkpoints import RECURRENT, make_checkpoint
-from tests.support.image_models import FAMILIES, image, make_image_checkpoint, prompt_with
+from tests.support.image_models import FAMILIES, make_image_checkpoint, make_picture_groups
 from tests.support.train_sequences import VOCAB, gradients, make_groups
 
 SHARED = 64 * (2 + 1 + 1)  # tokens of `GROUPS` that are not computed
@@ -161,12 +161,7 @@ def test_states_are_shared(tmp_path: Path, family: str, budget: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pictures_are_shared(tmp_path: Path, family: str) -> None:
     make_image_checkpoint(tmp_path, family)
-    picture, batch = image(12, 14), []  # 42 features, of which 2 stand after what is shared
-    for item in make_groups([(3, 30), (1, 30), (2, 70)]):
-        prompt = prompt_with(item.token_ids[:23], picture, item.token_ids[23 : item.predict[0]])
-        ids = prompt.token_ids + item.token_ids[item.predict[0] :]
-        batch.append(replace(item, token_ids=ids, predict=range(len(prompt), len(ids)), model_input=prompt))
-    (result, mine), (whole, theirs) = (run(tmp_path, share, batch) for share in (True, False))
+    (result, mine), (whole, theirs) = (run(tmp_path, share, make_picture_groups()) for share in (True, False))
     assert result.metrics["trainer/shared_tokens"].value == 64 * 3 / result.forward_tokens
     assert logprob_bits(result) == logprob_bits(whole)
     assert_near(mine, theirs)
