@@ -244,13 +244,13 @@ def test_packed_experts_and_powers_of_two():
 
 def check_kimi(place, device="cuda"):
     """Over int4 experts, and over the same weights written plainly; every other row has an adapter."""
-    prompts, sampling = traffic(12)
+    prompts, sampling = traffic(6)
     prompts = [[token % 97 for token in each] for each in prompts]
     names, found = [(None, "a")[index % 2] for index in range(len(prompts))], []
     for folder in make_packed(place, "int4_kimi", **KIMI):
         model = load_model(folder, dtype="bfloat16", device=device).requires_grad_(False)
         load_adapter(model, adapter_folder(place / f"adapter of {folder.name}", model, 0, targets=ALL), "a")
-        made = Engine(model, max_batch_tokens=64).generate(prompts, sampling, adapters=names)
+        made = Engine(model).generate(prompts, sampling, adapters=names)
         for each, name in zip(made, names, strict=True):
             (scored,) = token_logprobs(model, [(each.prompt_ids, each.token_ids)], adapter=name)
             assert each.raw_logprobs.tobytes() == scored.detach().cpu().numpy().tobytes()
