@@ -15,7 +15,6 @@ from rlloop.config.trainer import TrainerConfig
 from rlloop.models import Model
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.numerics.probe import same_bits
-from rlloop.recipes.images.warm_start import write_model
 from rlloop.runs.folder import read_records
 from rlloop.trainer import Trainer
 from tests.support.adapters import adapter_folder
@@ -106,6 +105,8 @@ def test_a_frozen_tower_stays_and_the_text_trains(folders: dict[str, Path], fami
 
 
 def check_recipe(device: str = "cuda", *overrides: str) -> None:
+    from rlloop.recipes.images.warm_start import write_model  # needs Pillow, and the other tests do not
+
     write_model(Path("model"))
     assert main([*RECIPE, f"device={device}", *overrides]) == 0
     steps = list(read_records(Path("run/metrics.jsonl")))[1:]
