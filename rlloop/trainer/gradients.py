@@ -207,16 +207,21 @@ class GradientSum:
                 self._trees[use].push(piece.view(rows.sizes[rank], *rows.live.shape[1:]), borrowed=True)
 
     def _of_all_tokens(self, gradients: Sequence[Tensor], kind: torch.dtype) -> list[Tensor]:
-        """The sums of all context-parallel ranks' gradients, each of its own tokens."""
+        """The sums of all context-parallel ranks' gradients, each of its own tokens. Gathered in pieces: all those of a
+        vocabulary may not fit on a GPU."""
         flat = (
             gradients[0].reshape(1, -1)
             if len(gradients) == 1
             else torch.cat([each.reshape(-1) for each in gradients])[None]
         )
-        partial_sums = self._contexts.gather(flat)
-        total = partial_sums[0].to(kind)
-        for partial_sum in partial_sums[1:]:
-            total = total + partial_sum
+        total, piece = flat.new_empty(flat.shape[1], dtype=kind), IN_FLIGHT // (self._contexts.size * flat.itemsize)
+        for columns, sums in zip(flat.split(piece, 1), total.split(piece), strict=True):
+            first, *others = self._contexts.gather(columns)
+            sums.copy_(first)
+            for other in others:
+                sums += other
+        if len(gradients) == 1:
+            return [total.view(gradients[0].shape)]
         pieces = total.split([each.numel() for each in gradients])
         return [piece.clone().view(each.shape) for piece, each in zip(pieces, gradients, strict=True)]
 

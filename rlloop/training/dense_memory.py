@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.row_blocks import ROWS
 from rlloop.parallel.layout import Layout
+from rlloop.trainer.gradients import IN_FLIGHT
 
 WIDE = 4  # bytes of a float32
 LOGITS_ROWS, LOGITS_BYTES, STEP = 2048, 2 << 30, 256  # those of `kernels.triton.token_logprob`, which needs Triton
@@ -78,12 +79,12 @@ def head_backward(width: int, vocabulary: int, rows: int, itemsize: int, layout:
     """Bytes of the head's backward: the last sums, hidden states and their gradient 3 b D a row; the weight's gradient
     in float32; and of one chunk of rows the larger of its logits in float32 with their gradient, and that with the
     chunk's part of the weight's. Of ranks that share the vocabulary (tp) each has the whole weight beside. Of those
-    that divide tokens (cp) each has, later, the weight's gradients of all, and two sums of them in float32."""
+    that divide tokens (cp) each has, later, its own gradient of the weight, their sum in float32, and pieces of all."""
     held = -(-vocabulary // layout.tp)
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (WIDE * vocabulary)))
     chunk = min(rows, step // STEP * STEP or step) * held
     weight = held * width * trains
     work = WIDE * weight + itemsize * chunk + WIDE * max(chunk, weight)
     work += itemsize * vocabulary * width if layout.tp > 1 else 0
-    gathered = weight * (itemsize * (1 + layout.cp) + 2 * WIDE) if layout.cp > 1 else 0
+    gathered = weight * (itemsize + WIDE) + min(IN_FLIGHT, weight * itemsize * layout.cp) if layout.cp > 1 else 0
     return 3 * itemsize * rows * width + max(work, gathered)
