@@ -24,9 +24,14 @@ part, predicted from config.json. Exit code: 0, or 1 if none fits.
 
 With --model and --parity: the KL (k3) and the logprobs that differ between the model's engine and trainer on random
 tokens, by type; of a model that reads images also beside drawn pictures, text and image tokens. It loads the model
-twice, on the CPU. Exit code: 0, or 1 if a bit differs.
+twice, on the CPU. Exit code: 0, or 1 if a bit differs or image tokens could not be compared.
 """
 
+MOST_MICRO_BATCHES = 4096
+OF_LAYOUTS = (  # options that mean nothing without --gpus
+    "memory", "tokens", "micro_batches", "offload", "lora", "keep_attention", "offload_activations",
+    "freeze_vision_tower", "image_tokens", "critic", "rollout_layout",
+)  # fmt: skip
 DOCTOR_EXAMPLES = """\
 example:
   rlloop doctor --model my-model --gpus 8 --memory 80
@@ -75,6 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if (args.model is None) != (args.gpus is None and args.parity is None):
         raise ConfigError("--model and --gpus belong together, as in --model M --gpus 8, or --model and --parity")
+    given = [f"--{name.replace('_', '-')}" for name in OF_LAYOUTS if getattr(args, name) != parser.get_default(name)]
+    if args.gpus is None and given:
+        raise ConfigError(f"{', '.join(given)}: of the memory of layouts; give --model FOLDER and --gpus N as well")
     if is_other_rank(of_machine=args.model is None) and not args.compile:
         return 0
     if args.compile:
@@ -91,7 +99,8 @@ def main(arguments: Sequence[str]) -> int:
 
         from rlloop.cli.model_parity import examine_parity
 
-        lines = chain(layouts, examine_parity(args.model, args.dtype, args.parity))
+        parity = examine_parity(args.model, args.dtype, args.parity)
+        lines = chain(layouts, parity) if args.parity is None else chain(parity, layouts)  # what refuses comes first
     broken = 0
     for line in lines:
         mark = {True: "ok ", False: "-- ", None: "   "}[line.holds]
@@ -107,8 +116,8 @@ def _layouts(args: argparse.Namespace) -> Iterator[Line]:
             f"--gpus is {args.gpus}, --tokens {args.tokens} and --lora {args.lora}; the first two must be at least "
             "1, and a rank cannot be negative"
         )
-    if args.micro_batches < 1:
-        raise ConfigError(f"--micro-batches is {args.micro_batches}; it must be at least 1")
+    if not 1 <= args.micro_batches <= MOST_MICRO_BATCHES:
+        raise ConfigError(f"--micro-batches is {args.micro_batches}; it must be from 1 to {MOST_MICRO_BATCHES}")
     if args.memory is not None and not args.memory > 0:
         raise ConfigError(f"--memory is {args.memory:g}; it must be a positive number of GiB")
     if args.image_tokens is not None and not 0 <= args.image_tokens <= args.tokens:

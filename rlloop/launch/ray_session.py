@@ -130,6 +130,9 @@ class RayHandle:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayTaskError as error:  # the worker's own error, as if raised here
+            if isinstance(error.cause, EngineDied) and len(self._actors) == 1:
+                self._failure = error.cause
+                self.kill()  # it could not start: its process would keep what it has loaded
             raise error.cause from None
         except self._ray.exceptions.OutOfMemoryError as error:  # Ray ends processes before the system would
             raise EngineDied(str(error).splitlines()[0]) from None

@@ -149,7 +149,7 @@ class Loop:
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Untrained]]:
         """Score every sample. One whose reward failed is rejected with the reason, never scored 0.
 
-        Raises `RewardsFailed` where all of them are.
+        Raises `RewardsFailed` where all are rejected.
         """
         accepted: list[Sample] = []
         rejected: list[Untrained] = []

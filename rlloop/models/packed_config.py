@@ -72,6 +72,7 @@ def _fp8(keys: Keys) -> Scheme | None:
     keys.fixed("activation_scheme", "dynamic")
     keys.fixed("scale_fmt", "float", "ue8m0")  # scales that are powers of 2 are floats, too
     keys.fixed("expert_dtype", "fp8")
+    keys.fixed("dequantize", False)
     return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"}, left_out=(INPUTS_8,))
 
 
@@ -108,8 +109,8 @@ def _compressed(keys: Keys) -> Scheme | None:
     keys.fixed("transform_config", {})
     keys.fixed("kv_cache_scheme", None)
     if form == "pack-quantized":
-        if not keys.copy().take("config_groups"):
-            keys.refuse("config_groups", None, "an object of groups of weights")
+        if not (groups := keys.copy().take("config_groups", None)):
+            keys.refuse("config_groups", groups, "an object of groups of weights")
         _groups(keys, INT4_WEIGHTS, inputs=False, form=form)
         return Scheme(INT4, {"codes": ".weight_packed", "scales": ".weight_scale", "shape": ".weight_shape"})
     left_out = _groups(keys, NVFP4_NUMBERS, inputs=True, form=form)
@@ -130,8 +131,8 @@ def _modules(keys: Keys, *lists: str) -> None:
 
 
 def _groups(keys: Keys, weights: Mapping[str, Any], *, inputs: bool, form: str | None = None) -> tuple[str, ...]:
-    """Consume config_groups, whose weights must all be these numbers. Returns what of them is left out: inputs, which
-    with `inputs` may be such numbers."""
+    """Consume config_groups, whose weights must all be these numbers. `inputs`: they may be such numbers, too, and are
+    then returned as left out."""
     left_out: tuple[str, ...] = ()
     given = keys.take("config_groups", {})
     if not isinstance(given, dict):

@@ -23,7 +23,8 @@ from rlloop.numerics.tree import TreeSum
 from rlloop.parallel.collectives import BUCKET, buckets
 from rlloop.trainer.shard import Shard
 
-IN_FLIGHT = 1 << 30  # bytes of gradients in flight on a GPU, above which the backward waits for the network
+IN_FLIGHT = 1 << 30  # bytes of gradients in flight on a GPU, above which the backward waits for the network; also of
+# all ranks' that are gathered at a time
 
 
 class GradientSum:

@@ -78,7 +78,7 @@ def mlp_backward(width: int, inner: int, rows: int, itemsize: int, shares: int, 
 def head_backward(width: int, vocabulary: int, rows: int, itemsize: int, layout: Layout, trains: bool) -> int:
     """Bytes of the head's backward: the last sums, hidden states and their gradient 3 b D a row; the weight's gradient
     in float32; and of one chunk of rows the larger of its logits in float32 with their gradient, and that with the
-    chunk's part of the weight's. Of ranks that share the vocabulary (tp) each has the whole weight beside. Of those
+    chunk's part of the weight's. Of ranks that share the vocabulary (tp) each also holds the whole weight. Of those
     that divide tokens (cp) each has, later, its own gradient of the weight, their sum in float32, and pieces of all."""
     held = -(-vocabulary // layout.tp)
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (WIDE * vocabulary)))

@@ -44,9 +44,9 @@ RESERVED = 2 * GIB  # CUDA's and NCCL's own, and what the allocator cannot use: 
 MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their logarithm
 TOKEN_BYTES = 128  # ids, positions and targets 24, settings 40; results, their gradients, a loss's numbers: 16 float32
 WORKSPACES = 2 * 32 << 20  # of cuBLAS on Hopper, for the threads of forwards and of backwards
-# Parts that exist while the trainer works, and while the engine does.
+# Parts that exist while the trainer works, and while the engine does; its logits stay in the pools of recorded graphs.
 UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "head", "values")
-SAMPLES = ("cache", "states", "logits")
+SAMPLES = ("cache", "states")
 WAITING = "waiting"  # what `predict` moves to the host
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of a cache that sleeps, with states and logits, and of what an update takes, the larger counts."""
+        """Of a cache that sleeps, with states, and of what an update takes, the larger counts."""
         update, asleep = (sum(self.parts.get(name, 0) for name in names) for names in (UPDATES, SAMPLES))
         return sum(self.parts.values()) - (min(update, asleep) if self.sleeps else 0)
 
@@ -234,7 +234,8 @@ def _backward(
     """Bytes of what an update takes, by part, at the moment of a micro-batch's backward that takes most.
 
     While layers give their gradients, what they kept is freed. `gradients`: numbers that the rank sums, `head`: those
-    of the head. `scores`: it has the head. `tower`: as `_tower`. Waiting in host memory: but for one layer's."""
+    of the head. `scores`: it has the head. `tower`: as `_tower`. With `offload_activations` what all layers but one
+    keep waits in host memory (`WAITING`)."""
     inputs, features, seeing = tower
     wide, rows = torch.float32.itemsize, -(-tokens // layout.cp)
     leaf = wide if layout.cp > 1 else dtype.itemsize  # of one micro-batch; a sum of cp ranks' is float32

@@ -103,7 +103,7 @@ def test_more_ranks_than_gpus_are_refused_before_ray_starts(tmp_path):
 
 
 def test_a_refusal_of_one_rank_that_starts_ends_the_run_with_its_exit_code(tmp_path):
-    """The other waits for it."""
+    """Rank 0 waits in a collective for rank 1."""
     (tmp_path / "refusing.py").write_text(
         "import torch.distributed as dist\nimport rlloop\nclass Engine(rlloop.Engine):\n"
         "    def __init__(self, *given, **named):\n        if dist.get_rank() == 1:\n"

@@ -10,11 +10,15 @@ from packaging.version import Version
 from tests.support.bfloat16_gradients import bfloat16_errors
 from tests.support.checkpoints import EVERY
 
-# transformers would compute recurrent layers by flash-linear-attention, whose backward refuses some releases of Triton.
-sys.modules["fla"] = None  # pyright: ignore[reportArgumentType]
 # Before that transformers read MiniMax M2's rotary_dim and computed gpt-oss otherwise (5.17 did, on a CPU too).
 OLD, COMPUTED_OTHERWISE = Version("5.23"), ("minimax_m2", "gpt_oss")
 WORSE, WORSE_PART = 1.5, 2.0  # than transformers: all gradients together, and those of one part of a model
+
+
+@pytest.fixture(autouse=True)
+def _without_flash_linear_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which transformers would compute recurrent layers: its backward refuses some releases of Triton."""
+    monkeypatch.setitem(sys.modules, "fla", None)
 
 
 # transformers says that recurrent layers are PyTorch's; a backward thread may turn to cuBLAS before anything else.

@@ -28,7 +28,7 @@ from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
-# Objects without effect whose keys are others' names: classes of code, labels, arguments of what found the scales.
+# Objects without effect whose keys are free: classes of code, labels, arguments of what found the scales.
 FREE = ("auto_map", "id2label", "label2id", "observer_kwargs")
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 

@@ -189,6 +189,13 @@ def test_settings_that_would_change_what_is_computed_are_refused_by_name(kind, c
         read_scheme({**FORMATS[kind][1], **changes})
 
 
+def test_what_transformers_writes_is_read():
+    from transformers import FineGrainedFP8Config, Mxfp4Config
+
+    for given, kind in ((FineGrainedFP8Config(), "fp8"), (Mxfp4Config(), "mxfp4")):
+        assert read_scheme(json.loads(json.dumps(given.to_dict()))) == read_scheme(FORMATS[kind][1])
+
+
 def test_zeros_that_are_stored_change_nothing():
     dense = {"format": "dense", "global_sparsity": 0.12, "ignore": ["lm_head"], "sparsity_structure": "unstructured"}
     for given in (dense, {}):

@@ -62,6 +62,32 @@ def test_whole_steps_of_rows_are_cublass(calls, rows, expected, biased):
     assert torch.equal(out, (x.float() @ weight.float().T + (bias.float() if biased else 0)).bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("agreed", "taken"), [({352, 384}, ("cuBLAS", 352)), ({416}, ("ours", 288)), (set(), ("ours", 288))]
+)
+def test_rows_are_padded_to_rows_that_agree(calls, monkeypatch, agreed, taken):
+    from rlloop.numerics.kernels.triton import linear
+
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[0] in agreed)
+    for biased in (True, False):
+        x, weight, bias = drawn(288)
+        out = linear.product(x, weight, bias if biased else None, torch.bfloat16)
+        assert calls.pop() == (*taken, biased)
+        assert torch.equal(out, (x.float() @ weight.float().T + (bias.float() if biased else 0)).bfloat16())
+        assert out.is_contiguous()
+    assert not calls
+
+
+def test_rows_are_padded_to_no_shape_of_many_rows(calls, monkeypatch):
+    from rlloop.numerics.kernels.triton import linear
+
+    tried = []
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: tried.append(shape[0]))
+    x, weight, _ = drawn(960)
+    linear.product(x, weight, None, torch.bfloat16)
+    assert tried == [960, 992, 1024]
+
+
 def test_an_engines_steps_of_many_rows_are_cublass(calls):
     from rlloop.numerics.kernels.triton.linear import product
 

@@ -228,10 +228,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     if whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
         x, weight = aligned(x), aligned(weight)
         takes = bias is None or (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias))
-        agrees = partial(
-            vendor_agrees, outputs=outputs, width=width, dtype=x.dtype, out=dtype, device=x.get_device(),
-            biased=bias is not None,
-        )  # fmt: skip
+
+        def agrees(count: int) -> bool:
+            return vendor_agrees(count, outputs, width, x.dtype, dtype, x.get_device(), bias is not None)
+
         if takes and agrees(whole):
             if rows == whole:
                 return vendor(x, weight, dtype, bias=bias)
@@ -240,7 +240,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
             chain(x[whole:], weight, bias, dtype, out=out[whole:])
             return out
         # Where cuBLAS splits K for so many rows it may not for some more, which rows are padded to.
-        more = range(rows + step, rows + STEPS[0], step) if takes and step == PADDED else ()
+        most = min(rows + STEPS[0], MANY_ROWS + 1)
+        more = range(rows + step, most, step) if takes and step == PADDED else ()
         if padded := next(filter(agrees, more), None):
             return vendor(torch.cat([x, x[: padded - rows]]), weight, dtype, bias=bias)[:rows]
     return chain(x, weight, bias, dtype)
