@@ -176,12 +176,12 @@ def together(shape: str, peers: int, memory: float) -> bool:
 
     from rlloop.models.config import parse_config
     from rlloop.parallel.layout import Layout
-    from rlloop.training.memory import SAMPLES, layer_activations, predict
+    from rlloop.training.memory import ENGINES, layer_activations, predict
 
     config = parse_config(EVERY[shape][1])
     parts = predict(config, Layout(), torch.bfloat16, BUDGET).parts
     layers = layer_activations(config, Layout(), torch.bfloat16, BUDGET) * config.num_layers  # none is made again
-    ours = sum(size for name, size in parts.items() if name not in (*SAMPLES, "reserved", "activations")) + layers
+    ours = sum(size for name, size in parts.items() if name not in (*ENGINES, "reserved", "activations")) + layers
     return ours + peers * (bytes_of(shape)[0] + BESIDE) < 0.9 * memory
 
 

@@ -1,4 +1,4 @@
-"""One sequence of 32k to 512k tokens on one GPU: training tokens per second and peak memory, and a step of RL.
+"""One sequence of 32k to 1M tokens on one GPU: training tokens per second and peak memory, and a step of RL.
 
     python benchmarks/long_context.py [--only 32k 128k] [--keep-attention] [--offload-activations] [--seconds 540]
                                       [--quick] [--tiny]
@@ -13,8 +13,8 @@ sequence, of which all but the first 512 tokens are trained by GRPO's clipped lo
 - peer: transformers' model, SDPA by whichever of PyTorch's choice and cuDNN is faster on 32,768 tokens, gradient
   checkpointing, lm_head and loss in recomputed blocks of 2,048 rows. It holds masters and moments of the same size.
 
-512k is measured if `--only` names it. Each has a process of its own, and goes from short to long; one that runs out of
-memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of every
+512k and 1M are measured if `--only` names them. Each has a process of its own, and goes from short to long; one that
+runs out of memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of every
 longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model --micro-batches 1`
 (without an engine's parts, and what CUDA reserves). `--layers N`: both models have so many, and the figures' names say
 it, for lengths at which a step of all layers takes too long.
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 ROUNDS, WARM = 3, 4096
 POSITIONS = 524288 + 64
-LENGTHS = {"32k": 32768, "128k": 131072, "256k": 262144, "512k": 524288}
+LENGTHS = {"32k": 32768, "128k": 131072, "256k": 262144, "512k": 524288, "1M": 1048576}
 DEFAULT = ("32k", "128k", "256k")
 SIDES = {"rlloop": "rlloop", "peer": "transformers, SDPA, layers recomputed"}
 OFFLOADED, OUTGROWN = ", activations offloaded", ": out of memory"
@@ -110,13 +110,13 @@ def predicted(config: dict[str, Any], length: int, settings: dict[str, Any], lay
 
     from rlloop.models.config import parse_config
     from rlloop.parallel.layout import Layout
-    from rlloop.training.memory import SAMPLES, predict
+    from rlloop.training.memory import ENGINES, predict
 
     parts = predict(
         parse_config(config), layout or Layout(), torch.bfloat16, length, settings["offload"],
         keep_attention=settings["keep_attention"], offload_activations=settings["offload_activations"], micro_batches=1,
     ).parts  # fmt: skip
-    return sum(size for name, size in parts.items() if name not in (*SAMPLES, "reserved"))
+    return sum(size for name, size in parts.items() if name not in (*ENGINES, "reserved"))
 
 
 def speeds(length: int, made: dict[str, Any]) -> list[float]:
@@ -206,6 +206,8 @@ class Run:
         settings |= {"keep_attention": args.keep_attention, "offload_activations": args.offload_activations}
         names = args.only or [name for name in settings["lengths"] if args.tiny or name in DEFAULT]
         settings["lengths"] = {name: settings["lengths"][name] for name in names}
+        longest = max(settings["lengths"].values())
+        self.config["max_position_embeddings"] = settings["positions"] = max(POSITIONS, longest + 64)
         self.settings: dict[str, Any] = settings
         self.found: Found = {side: {} for side in SIDES}
         self.failed = False

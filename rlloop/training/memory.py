@@ -47,6 +47,7 @@ WORKSPACES = 2 * 32 << 20  # of cuBLAS on Hopper, for the threads of forwards an
 # Parts that exist while the trainer works, and while the engine does; its logits stay in the pools of recorded graphs.
 UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "head", "values")
 SAMPLES = ("cache", "states")
+ENGINES = (*SAMPLES, "logits")
 WAITING = "waiting"  # what `predict` moves to the host
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

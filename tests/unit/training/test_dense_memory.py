@@ -15,7 +15,7 @@ from rlloop.numerics.tree import TreeSum
 from rlloop.parallel.layout import Layout
 from rlloop.training import dense_memory
 from rlloop.training.dense_memory import Heads
-from rlloop.training.memory import GIB, SAMPLES, predict, sums_held
+from rlloop.training.memory import ENGINES, GIB, predict, sums_held
 from tests.support.memory_use import saved_by
 from tests.support.rank_updates import DELTA
 
@@ -76,7 +76,7 @@ def test_what_gpus_measured(tokens: int, offloaded: bool, cp: int, measured: flo
         parse_config(QWEN3), Layout(cp=cp), torch.bfloat16, tokens, keep_attention=True, offload_activations=offloaded,
         micro_batches=1,
     ).parts  # fmt: skip
-    predicted = sum(size for name, size in parts.items() if name not in (*SAMPLES, "logits", "reserved")) / GIB
+    predicted = sum(size for name, size in parts.items() if name not in (*ENGINES, "reserved")) / GIB
     assert measured <= predicted <= 1.02 * measured
 
 
