@@ -14,8 +14,8 @@ sequence, of which all but the first 512 tokens are trained by GRPO's clipped lo
   checkpointing, lm_head and loss in recomputed blocks of 2,048 rows. It holds masters and moments of the same size.
 
 512k and 1M are measured if `--only` names them. Each has a process of its own, and goes from short to long; one that
-runs out of memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of every
-longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model --micro-batches 1`
+runs out of memory says so and ends. Three rounds of each length, fewer where the time that is left is needed for one of
+every longer length. Peak memory is that of tensors, beside the prediction of `rlloop doctor --model --micro-batches 1`
 (without an engine's parts, and what CUDA reserves). `--layers N`: both models have so many, and the figures' names say
 it, for lengths at which a step of all layers takes too long.
 
