@@ -292,7 +292,7 @@ def present(names: Iterable[str], held_out: tuple[str, str] = ("reward", "pass@1
             if matched:
                 shown.update(matched)
                 named = any(name not in patterns for name in matched)  # the title does not name those matched
-                title = reward.capitalize() if panel.title == "Reward" else panel.title.replace("pass@1", solves)
+                title = reward.capitalize() if "eval/reward" in panel.metrics else panel.title.replace("pass@1", solves)
                 resolved = {"title": title, "metrics": list(dict.fromkeys(matched)), "named": named}
                 panels.append({**asdict(panel), **resolved})
         if panels:

@@ -58,21 +58,16 @@ class ImageProcessor:
     def of_folder(cls, folder: str | Path) -> ImageProcessor:
         """The processor of a model's folder. Raises `ModelError` for a text-only model, and for a processor that is
         missing or another model's."""
-        config, file = read_config(folder), Path(folder) / FILE
+        config = read_config(folder)
         if config.vision is None:
             raise ModelError(f"{folder} is a {config.architecture}, which reads text only")
-        if file.is_file():
-            return _read(Keys(read_json(file)), config.vision, file)
-        whole = file.with_name("processor_config.json")  # transformers 5 saves all of a processor in one file
-        section = read_json(whole).get("image_processor") if whole.is_file() else None
-        if not isinstance(section, dict):
-            raise ModelError(f"{folder} has no {FILE}, which says how its images are cut; copy the released one")
-        return _read(Keys(section), config.vision, whole)
+        return _read_folder(folder, config.vision)
 
     @classmethod
     def if_any(cls, folder: str | Path) -> ImageProcessor | None:
         """None for a folder whose model reads text alone. Raises `ModelError` as `of_folder`."""
-        return None if read_config(folder).vision is None else cls.of_folder(folder)
+        vision = read_config(folder).vision
+        return None if vision is None else _read_folder(folder, vision)
 
     def to_config(self) -> dict[str, Any]:
         """The content of a preprocessor_config.json."""
@@ -197,7 +192,7 @@ def with_numbers(config: ModelConfig, folder: str | Path) -> ModelConfig:
     if config.vision is None:
         return config
     try:
-        numbers = ImageProcessor.of_folder(folder).numbers
+        numbers = _read_folder(folder, config.vision).numbers
     except ModelError:
         return config
     return replace(config, vision=replace(config.vision, numbers=numbers))
@@ -264,6 +259,17 @@ def _opened(content: bytes, *, decode: bool = True) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"a picture of {len(content)} bytes is broken: {error}") from error
+
+
+def _read_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessor:
+    file = Path(folder) / FILE
+    if file.is_file():
+        return _read(Keys(read_json(file)), vision, file)
+    whole = file.with_name("processor_config.json")  # transformers 5 saves all of a processor in one file
+    section = read_json(whole).get("image_processor") if whole.is_file() else None
+    if not isinstance(section, dict):
+        raise ModelError(f"{folder} has no {FILE}, which says how its images are cut; copy the released one")
+    return _read(Keys(section), vision, whole)
 
 
 def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:

@@ -30,3 +30,14 @@ def working_folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "learnable.py").write_text(LEARNABLE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family that reads images."""
+    from tests.support.image_models import FAMILIES, make_wide_image_checkpoint
+
+    made = {family: tmp_path_factory.mktemp("models") / family for family in FAMILIES}
+    for family, folder in made.items():
+        make_wide_image_checkpoint(folder, family, torch.bfloat16)
+    return made

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from rlloop import Engine, SamplingParams, load_adapter, load_model, token_logprobs
 from rlloop.algorithms import get_loss
@@ -18,7 +17,7 @@ from rlloop.numerics.probe import same_bits
 from rlloop.runs.folder import read_records
 from rlloop.trainer import Trainer
 from tests.support.adapters import adapter_folder
-from tests.support.image_models import FAMILIES, make_wide_image_checkpoint, wide_prompts
+from tests.support.image_models import FAMILIES, wide_prompts
 from tests.support.samples import as_sample, different
 from tests.support.traffic import bits
 
@@ -28,14 +27,6 @@ RECIPE = [
     "train", "--config-name", "images", "run.dir=run", "+task.model_path=model", "reward._target_=learnable.reward",
     "rollout.num_prompts=4", "rollout.group_size=4", "trainer.num_steps=2", "eval.num_draws=2",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp("models") / family for family in FAMILIES}
-    for family, folder in made.items():
-        make_wide_image_checkpoint(folder, family, torch.bfloat16)
-    return made
 
 
 def check_rows(folder: Path, place: Path, device: str = "cuda") -> None:

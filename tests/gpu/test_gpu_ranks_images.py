@@ -13,21 +13,13 @@ from rlloop.models.scoring import ScoreRow
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from tests.support.gpu_models import need_gpus
-from tests.support.image_models import FAMILIES, inputs, make_wide_image_checkpoint, wide_prompts
+from tests.support.image_models import inputs, wide_prompts
 from tests.support.rank_context import compared
 from tests.support.ranks import in_shares, run_ranks
 from tests.support.traffic import bits
 
 DTYPES = ("float32", "bfloat16")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp("models") / family for family in FAMILIES}
-    for family, folder in made.items():
-        make_wide_image_checkpoint(folder, family, torch.bfloat16)
-    return made
 
 
 def here(device: str) -> torch.device:
