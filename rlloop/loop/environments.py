@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import itertools
 import math
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -122,6 +123,8 @@ class EnvironmentSteps:
 
     All async steps share an event loop until `close`, so that connection pools outlive a batch. A loop that a step
     blocks is abandoned after `timeout` seconds: that step has timed out, and the others begin again in a new one.
+
+    The lock keeps a step from starting on a loop that `close` is stopping in another thread.
     """
 
     def __init__(self, *, timeout: float = 60.0, concurrency: int = 64, retries: int = 0) -> None:
@@ -132,7 +135,7 @@ class EnvironmentSteps:
         self._waiting: dict[int, _Step] = {}
         self._keys = itertools.count()
         self._timeouts = self._others = 0  # outcomes of this batch
-        self._closed = False
+        self._closed, self._lock = False, threading.RLock()
 
     @property
     def busy(self) -> bool:
@@ -144,21 +147,16 @@ class EnvironmentSteps:
         idempotent = getattr(environment, "idempotent", False)
         arguments = (environment, message, name) if idempotent else (environment, message)
         key, step = next(self._keys), _Step(arguments, self.retries if idempotent else 0)
-        self._waiting[key] = step
-        if self._closed:
-            self._finish(key, CLOSED)
-        else:
-            self._start(key, step)
+        with self._lock:
+            self._waiting[key] = step
+            if self._closed:
+                self._finish(key, CLOSED)
+            else:
+                self._start(key, step)
         return step.outcome
 
     def end(self, environment: Any) -> Future[None]:
         """Close an environment, within `timeout`. Errors stay in the future."""
-        if self._closed:
-            ended: Future[None] = Future()
-            ended.set_result(None)
-            return ended
-        if self._loop is None:
-            self._loop = EventLoop()
 
         async def close() -> None:
             async with asyncio.timeout(self.timeout):
@@ -167,69 +165,85 @@ class EnvironmentSteps:
                 else:
                     await asyncio.to_thread(environment.close)
 
-        return self._loop.start(close())
+        with self._lock:
+            if self._closed:
+                ended: Future[None] = Future()
+                ended.set_result(None)
+                return ended
+            return self._on_loop().start(close())
 
     def check(self) -> None:
         """Replace the event loop if a step blocks it. To be called about every `POLL` seconds while `busy`."""
-        if self._loop is None or not self._waiting:
-            return
-        try:
-            self._loop.check(self.timeout)
-        except LoopBlocked as error:
-            calls, late = self._calls, f"blocked its event loop for longer than {self.timeout:g} s"
-            self._drop_loop()
-            for key, outcome in calls.outcomes.copy().items():
-                self._finish(key, outcome)
-            for key in calls.at_fault(error.owner):
-                self._finish(key, RewardFailure("timeout", late))
-            hopeless = self._timeouts >= HOPELESS and not self._others
-            rest = not_tried(self._timeouts, self.timeout)
-            for key, step in list(self._waiting.items()):
-                if hopeless:
-                    self._finish(key, rest)
-                else:
-                    self._start(key, step)
+        with self._lock:
+            if self._loop is None or not self._waiting:
+                return
+            try:
+                self._loop.check(self.timeout)
+            except LoopBlocked as error:
+                self._replace_loop(error.owner)
 
     def settle(self) -> None:
         """End a batch: cancel running steps, so that they never overlap with the next batch."""
-        for step in list(self._waiting.values()):
-            step.call.cancel()
-        self._waiting = {}
-        if self._calls.unfinished():
-            self._drop_loop()
-        self._calls, self._timeouts, self._others = self._new_calls(), 0, 0
+        with self._lock:
+            for step in list(self._waiting.values()):
+                step.call.cancel()
+            self._waiting = {}
+            if self._calls.unfinished():
+                self._drop_loop()
+            self._calls, self._timeouts, self._others = self._new_calls(), 0, 0
 
     def close(self) -> None:
         """End the run, from any thread: pending steps fail, so that a batch ahead ends."""
-        self._closed = True
-        self._drop_loop()
-        for key in list(self._waiting):
-            self._finish(key, CLOSED)
+        with self._lock:
+            self._closed = True
+            self._drop_loop()
+            for key in list(self._waiting):
+                self._finish(key, CLOSED)
 
     def _new_calls(self) -> Calls:
         return Calls(_step, as_reply, self.timeout, self.concurrency)
+
+    def _on_loop(self) -> EventLoop:
+        if self._loop is None:
+            self._loop = EventLoop()
+        return self._loop
 
     def _drop_loop(self) -> None:
         if self._loop is not None:
             self._loop.stop()
         self._loop, self._calls = None, self._new_calls()
 
+    def _replace_loop(self, owner: Any) -> None:
+        """Leave a blocked loop behind: the step that blocks it has timed out, and the others begin again."""
+        calls, late = self._calls, f"blocked its event loop for longer than {self.timeout:g} s"
+        self._drop_loop()
+        for key, outcome in calls.outcomes.copy().items():
+            self._finish(key, outcome)
+        for key in calls.at_fault(owner):
+            self._finish(key, RewardFailure("timeout", late))
+        hopeless = self._timeouts >= HOPELESS and not self._others
+        rest = not_tried(self._timeouts, self.timeout)
+        for key, step in list(self._waiting.items()):
+            if hopeless:
+                self._finish(key, rest)
+            else:
+                self._start(key, step)
+
     def _start(self, key: int, step: _Step) -> None:
-        if self._loop is None:
-            self._loop = EventLoop()
         calls = self._calls
-        step.call = self._loop.start(calls.one(key, step.arguments))
+        step.call = self._on_loop().start(calls.one(key, step.arguments))
 
         def ended(_: Future[None]) -> None:  # in the loop's thread
-            if calls is not self._calls or key not in calls.outcomes:
-                return
-            outcome = calls.outcomes.pop(key) if step.retries else calls.outcomes[key]
-            if step.retries and isinstance(outcome, RewardFailure) and key in self._waiting:
-                step.retries -= 1
-                self._start(key, step)
-            else:
-                self._finish(key, outcome)
-                calls.forget(key)
+            with self._lock:
+                if calls is not self._calls or key not in calls.outcomes:
+                    return
+                outcome = calls.outcomes.pop(key) if step.retries else calls.outcomes[key]
+                if step.retries and isinstance(outcome, RewardFailure) and key in self._waiting:
+                    step.retries -= 1
+                    self._start(key, step)
+                else:
+                    self._finish(key, outcome)
+                    calls.forget(key)
 
         step.call.add_done_callback(ended)
 

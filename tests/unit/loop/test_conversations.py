@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from rlloop.loop.conversations import Conversations, SingleTurn
-from rlloop.loop.environments import Reply
+from rlloop.loop.environments import CLOSED, EnvironmentSteps, Reply
 from rlloop.loop.turns import CALLS, LINGER, GeneratedTurns, OverlappedTurns, SteppedTurns, turns_of
 from rlloop.parity.asked import Vocabulary
+from rlloop.rewards.event_loop import EventLoop
+from rlloop.rewards.runner import RewardFailure
 from rlloop.rollout import Engine
 from rlloop.rollout.engine.service import EngineService
 from rlloop.testing import FakeEngine, FakePolicy, FakeTask
@@ -404,6 +406,32 @@ def test_the_end_of_a_run_ends_a_batch_that_waits_for_its_tools(kind):
     thread.join(EVER / 2)
     release.set()
     assert [each.broken for each in played] == ["environment error: the run has ended"] * 2
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_steps_that_start_while_a_run_ends_have_outcomes(kind, monkeypatch):
+    """The run ends, in another thread, as the loop is about to be given a step: it must not be stopped by then."""
+
+    class Slow(EventLoop):
+        def start(self, work):
+            begins.set()
+            time.sleep(0.05)  # time for the other thread to stop this loop, if nothing kept it from that
+            return super().start(work)
+
+    class AsyncCountdown(Countdown):
+        async def step(self, message):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().step(message)
+
+    begins, steps = threading.Event(), EnvironmentSteps()
+    monkeypatch.setattr("rlloop.loop.environments.EventLoop", Slow)
+    ends = threading.Thread(target=lambda: begins.wait(EVER) and steps.close(), daemon=True)
+    ends.start()
+    environment = (Countdown if kind == "sync" else AsyncCountdown)(examples(2)[0])
+    outcomes = [steps.submit(environment, "") for _ in range(2)]
+    ends.join(EVER)
+    assert all(isinstance(each.result(EVER), Reply | RewardFailure) for each in outcomes)
+    assert not steps.busy
+    assert steps.submit(environment, "").result(0) == CLOSED
 
 
 def test_an_error_of_the_engine_is_raised_and_nothing_stays_in_flight(engine):
