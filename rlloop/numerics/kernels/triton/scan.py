@@ -28,13 +28,12 @@ from torch import Tensor
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
-from rlloop.numerics.kernels.triton.scan_parts import scan_parts
 
 CHUNK = 16
 # Of these none decides on bits; measured on an H100.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
-FEW_PROGRAMS, FEW_WARPS, FEW_PIECE, FEW_STAGES = 320, 4, 16, 4  # up to so many programs: `scan_parts`
+FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -111,17 +110,14 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
-    if triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS:
-        scan_parts[(triton.cdiv(width, 16), heads, sequences)](
-            q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-            PIECES=triton.cdiv(key_width, FEW_WARPS * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES,
-            num_warps=FEW_WARPS, **places, **{name: x for name, x in shape.items() if name != "CHUNK"},
-        )  # fmt: skip
-        return out
-    columns = min(COLUMNS, power_of_two(width, 16))
+    # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
+    # fewer than 64 columns, or the products would be others (wgmma).
+    few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
+    columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, BLOCKS=columns // 16, STAGES=STAGES, num_warps=columns // 16,
-        **_pieces(key_width, MANY_PIECE), **places, **shape,
+        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES,
+        num_warps=FEW_WARPS if few else columns // 16, **_pieces(key_width, PIECE if few else MANY_PIECE), **places,
+        **shape,
     )  # fmt: skip
     return out
