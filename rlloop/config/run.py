@@ -80,6 +80,7 @@ class RunConfig:
             raise ConfigError("profile=true traces this process, and under launch=ray others work: set launch=local")
         if self.trainer.offload == "masters" and self.model.dtype == "float32":
             raise ConfigError(MASTERS_STAY.format(self.model.dtype))
+        self._check_start()
         self._check_tower()
         self._check_reference()
         self._check_critic()
@@ -119,6 +120,14 @@ class RunConfig:
         samplers = {self.rollout.profile.over(self.model.profile).token_logprob, self.model.profile.token_logprob}
         ours = samplers == {"rlloop"} and self.rollout.engine is not EngineKind.vllm_stock
         return self.parity.redraw and ours
+
+    def _check_start(self) -> None:
+        given = self.task.get("model_path", self.model.path)
+        if self.model.path not in (None, given):
+            raise ConfigError(
+                f"model.path is {self.model.path!r} and task.model_path {given!r}: a run starts from one model; leave "
+                "task.model_path out"
+            )
 
     def _check_reference(self) -> None:
         sampled, algorithm = self.rollout, self.algorithm

@@ -24,7 +24,7 @@ from tests.support.traffic import bits
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 TRAINED = ("qwen3_vl", "qwen3_5_moe")  # features of deepstack; recurrent layers and experts
 RECIPE = [
-    "train", "--config-name", "images", "run.dir=run", "+task.model_path=model", "reward._target_=learnable.reward",
+    "train", "--config-name", "images", "run.dir=run", "model.path=model", "reward._target_=learnable.reward",
     "rollout.num_prompts=4", "rollout.group_size=4", "trainer.num_steps=2", "eval.num_draws=2",
 ]  # fmt: skip
 

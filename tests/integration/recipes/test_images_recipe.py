@@ -103,7 +103,7 @@ def test_a_prompt_that_is_read_otherwise_stops_the_run_and_the_operation_is_name
     run = tmp_path / "run"
     monkeypatch.setattr(Loop, "evaluate", lambda _, version: {"eval/solved": 0.0})  # which finds it in completions
     with planted_fault(fault):
-        settings = [f"run.dir={run}", f"+task.model_path={model_folder}", *SMALL]
+        settings = [f"run.dir={run}", f"model.path={model_folder}", *SMALL]
         assert main(["train", "--config-name", "images", *settings]) == 3
     printed = " ".join(capsys.readouterr().err.split())
     assert "of a prompt with images have other logprobs" in printed

@@ -245,6 +245,8 @@ def test_what_is_neither_a_name_nor_a_target_is_refused(override, says):
         ("checkpoint.keep=0", "checkpoint.keep is 0; it must be at least 1"),
         ("eval.num_draws=0", "eval.num_draws is 0"),
         ("scoring.timeout=0", "scoring.timeout is 0.0"),
+        ("{model: {path: a}, task: {model_path: b}}", "model.path is 'a' and task.model_path 'b'"),
+        ("{model: {path: a}, task: {model_path: null}}", "leave task.model_path out"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(override, says):
@@ -254,6 +256,11 @@ def test_values_that_cannot_work_are_refused_by_name(override, says):
     with pytest.raises(ConfigError) as caught:
         build(composed)
     assert says in str(caught.value)
+
+
+def test_a_model_that_the_task_names_too_is_one_model():
+    assert configured("model.path=a", "+task.model_path=a").model.path == "a"
+    assert configured("+task.model_path=a").task["model_path"] == "a"
 
 
 def from_override(override: str) -> DictConfig:
