@@ -20,7 +20,7 @@ from rlloop.launch.prepare import prepare
 from rlloop.launch.stored import Stored
 from rlloop.loop.sampler import Sampler
 from rlloop.loop.step_data import outcomes_of
-from rlloop.metrics import held_out_names, pass_or_fail
+from rlloop.metrics import held_out_names, outcomes, pass_or_fail
 from rlloop.types import RewardResult
 
 
@@ -31,21 +31,21 @@ class Evaluation:
     folder: Path
     rewards: list[float]
     solved: list[bool]
-    failed: int  # completions without a reward
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]]  # of rejected ones, too
     offline: str | None = None  # the kind of given completions, of a task of such
+    recorded: Sequence[tuple[float, float]] = ()  # (mean reward, fraction solved) in the run of this task and reward
 
     def describe(self) -> str:
         """One line for each number, with its standard error."""
         lines = [f"{self.folder}: {len(self.rewards)} held-out completions"]
-        passes = pass_or_fail(zip(self.rewards, self.solved, strict=True), self.offline)
+        passes = pass_or_fail([*self.recorded, *zip(self.rewards, self.solved, strict=True)], self.offline)
         passes |= not any(self.rewards)  # continuous rewards are hardly ever all 0
         reward, solves = held_out_names(self.offline)
         for name, values in ((solves, self.solved), (reward, self.rewards))[0 if passes else 1 :]:
             error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
             lines.append(f"  {name}  {np.mean(values):.4f} ± {error:.4f}")
-        if self.failed:
-            lines.append(f"  {self.failed} completions have no reward: theirs failed")
+        if failed := [row["failed"] for row in self.rows if "failed" in row]:
+            lines.append(f"  {len(failed)} of {len(self.rows)} held-out samples rejected, first: {failed[0]}")
         return "\n".join(lines)
 
 
@@ -77,9 +77,9 @@ def evaluate(
         sampler = Sampler(config, prepared.task, engine, vocabulary_of(model.config))
         stack.callback(sampler.close)
         samples = sampler.held_out(engine, engine.policy_version)
-        outcomes = outcomes_of(prepared.scorer, samples)
+        scored = outcomes_of(prepared.scorer, samples)
     rows, rewards, solved = [], list[float](), list[bool]()
-    for sample, outcome in zip(samples, outcomes, strict=True):
+    for sample, outcome in zip(samples, scored, strict=True):
         row: dict[str, Any] = {"example": sample.example.id, "prompt": sample.example.prompt, "text": sample.text}
         if isinstance(outcome, RewardResult):
             rewards.append(outcome.reward)
@@ -89,6 +89,8 @@ def evaluate(
             row["failed"] = outcome
         rows.append(row)
     if not rewards:
-        raise ConfigError(f"every one of {len(rows)} completions has no reward; first: {rows[0]['failed']}")
+        raise ConfigError(f"every one of {len(rows)} held-out samples was rejected, first: {rows[0]['failed']}")
     kind = offline_kind(flatten({"task": config.task}))
-    return Evaluation(stored.folder, rewards, solved, len(rows) - len(rewards), rows, kind)
+    records = stored.run.records if recipe is None and stored.run is not None else []
+    recorded = [pair for record in records for pair in outcomes(record, kind)]
+    return Evaluation(stored.folder, rewards, solved, rows, kind, recorded)

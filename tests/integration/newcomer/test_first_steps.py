@@ -79,7 +79,8 @@ def test_init_gives_a_recipe_that_runs_and_whose_model_answers(place, model, cap
 def test_adapters_of_runs_are_scored_and_write(place, model, capsys):
     assert main(["init", "short", "--model", str(model)]) == 0
     write(
-        "letters_of.py", "def letters(prompt, completion, example):\n    return sum(map(str.isalpha, completion)) / 9\n"
+        "letters_of.py",
+        "def letters(prompt, completion, example):\n    return min(9, 0.1 + sum(map(str.isalpha, completion))) / 10\n",
     )
     lora = ["model.lora.rank=2", "trainer.lr=0.5", "trainer.num_steps=1", "run.dir=run"]
     reward = ["reward._target_=letters_of.letters"]
@@ -91,7 +92,11 @@ def test_adapters_of_runs_are_scored_and_write(place, model, capsys):
         assert main(["eval", *given, "-o", "rows.jsonl"]) == 0
         rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
         assert sum(row["reward"] for row in rows) / 6 == recorded["eval/reward"]
-    capsys.readouterr()
+    assert "pass@1" not in capsys.readouterr().out
+    with Path("run/metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(recorded | {"step": 2, "eval/reward": 0.5, "eval/solved": 0.5}) + "\n")
+    assert main(["eval", "run/checkpoints/step_1"]) == 0
+    assert "pass@1  0.0000" in capsys.readouterr().out, "as the run's curve, since the run solved something"
     printed = []
     for given in ("run", "adapter", str(model)):
         assert main(["generate", given, "2 + 2", "--max-tokens", "20", "--seed", "3"]) == 0
