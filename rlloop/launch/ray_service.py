@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlloop.errors import ConfigError, RunError
+from rlloop.errors import ConfigError, RlloopError, RunError
 from rlloop.launch.ray_session import import_ray, ray_session
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.training.remote_service import RemoteTrainingService
@@ -22,11 +22,18 @@ from rlloop.training.service import TrainingService
 
 
 class ServiceActor:
-    """The service in its actor. Calls are made in the order of their numbers; asyncio alone would not keep it."""
+    """The service in its actor. Calls are made in the order of their numbers; asyncio alone would not keep it.
+
+    Of what a constructor raises Ray keeps the text alone, so `facts` raises it.
+    """
 
     def __init__(self, folder: str, threads: int, settings: dict[str, Any]) -> None:
         torch.set_num_threads(threads)
-        self._service = TrainingService(folder, **settings)
+        self._refused: Exception | None = None
+        try:
+            self._service = TrainingService(folder, **settings)
+        except Exception as error:
+            self._refused = error
         self._next, self._turn = 0, asyncio.Condition()
 
     async def call(self, number: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,7 +48,9 @@ class ServiceActor:
         return await asyncio.wrap_future(result) if isinstance(result, Future) else result
 
     async def facts(self) -> tuple[str, Tokenizer | None, int]:
-        """The base's name, its tokenizer, and the actor's process."""
+        """The base's name, its tokenizer, and the actor's process. Raises why the service could not start."""
+        if self._refused is not None:
+            raise self._refused
         return self._service.base_model, self._service.tokenizer, os.getpid()
 
 
@@ -70,7 +79,8 @@ class RayTrainingService(RemoteTrainingService):
         `died`: called with the reason when the actor has died, and futures stay pending; None: futures fail with
         `RunError`. `settings`: of `TrainingService`.
 
-        Raises `ConfigError` for a model or settings that cannot be, and where no cluster answers or has room.
+        Raises what `TrainingService` would raise, `ConfigError` where no cluster answers or has room, and
+        `RlloopError` where the actor dies before it has started.
         """
         super().__init__()
         self._ray = ray = import_ray(address)
@@ -90,8 +100,10 @@ class RayTrainingService(RemoteTrainingService):
             stack.callback(ray.kill, self._actor)
             try:
                 self._base_model, self._tokenizer, self.pid = ray.get(self._actor.facts.remote())
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
             except ray.exceptions.RayActorError as error:
-                raise ConfigError(f"the training service could not start: {_last_line(error)}") from None
+                raise RlloopError(f"the training service could not start: {_last_line(error)}") from None
             self._stack = stack.pop_all()
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class ProcessTrainingService(RemoteTrainingService):
         """`threads`: of torch; None: as here. `died`: called with the reason when the process has died, and futures
         stay pending; None: futures fail with `RunError`. `settings`: of `TrainingService`.
 
-        Raises what that would raise.
+        Raises what that would raise, and `RlloopError` where the process ends before it has started.
         """
         super().__init__()
         ours, theirs = socket.socketpair()
@@ -67,7 +67,7 @@ class ProcessTrainingService(RemoteTrainingService):
         try:
             _, good, facts = self._socket.recv()
         except (EOFError, OSError):
-            raise RunError(f"the training service's process ended with code {self._process.wait()}") from None
+            raise RlloopError(f"the training service's process ended with code {self._process.wait()}") from None
         if not good:
             self._process.wait()
             raise facts

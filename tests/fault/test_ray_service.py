@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import rlloop
-from rlloop.errors import ConfigError, RunError
+from rlloop.errors import ConfigError, ModelError, RlloopError, RunError
 from rlloop.training.service import TrainingService
 from rlloop.training.types import AdamParams, LoraConfig
 from tests.support.api_client import Api, output
 from tests.support.api_process import ApiProcess
 from tests.support.checkpoints import make_checkpoint
 from tests.support.command import free_port
-from tests.support.small_training import datum, trained
+from tests.support.small_training import EndsItsReader, datum, trained
 
 ray = pytest.importorskip("ray")
 
@@ -70,8 +70,18 @@ def test_mistakes_are_the_service_s_own_errors(remote, model, tmp_path):
         remote.forward_backward(model_id, [datum(5, 9)], "nothing").result()
     with pytest.raises(ConfigError, match="needs 4096 CPU"):
         rlloop.RayTrainingService(model, cpus=4096, address=None)
-    with pytest.raises(ConfigError, match="could not start"):
+    with pytest.raises(ModelError, match="nothing"):
         rlloop.RayTrainingService(tmp_path / "nothing", cpus=0.1)
+    with pytest.raises(ConfigError, match="dtype is 'int3'"):
+        rlloop.RayTrainingService(model, cpus=0.1, dtype="int3")
+
+
+def test_a_failure_to_start_that_is_nobody_s_mistake_keeps_its_kind(remote, model):
+    with pytest.raises(TypeError, match="unknown_setting"):
+        rlloop.RayTrainingService(model, cpus=0.1, unknown_setting=1)
+    with pytest.raises(RlloopError, match="could not start") as caught:
+        rlloop.RayTrainingService(model, cpus=0.1, dtype=EndsItsReader())
+    assert caught.value.exit_code == 1
 
 
 def test_a_server_of_a_shape_whose_actor_dies_ends_and_goes_on(remote, model, tmp_path):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rlloop.errors import ConfigError, ModelError, RunError
+from rlloop.errors import ConfigError, ModelError, RlloopError, RunError
 from rlloop.recipes.custom.tiny import write_tiny
 from rlloop.training.service import TrainingService
 from rlloop.training.service_process import ProcessTrainingService
 from rlloop.training.types import AdamParams, LoraConfig
 from tests.support.checkpoints import make_checkpoint
-from tests.support.small_training import datum, trained
+from tests.support.small_training import EndsItsReader, datum, trained
 
 SETTINGS: dict[str, Any] = {"leaf_tokens": 64}
 
@@ -60,6 +60,12 @@ def test_mistakes_are_the_service_s_own_errors(remote, tmp_path):
         remote.forward_backward(model_id, [datum(5, 9)], "nothing").result()
     with pytest.raises((ConfigError, ModelError), match="nothing"):
         ProcessTrainingService(tmp_path / "nothing")
+
+
+def test_a_process_that_ends_before_it_has_started_is_nobody_s_mistake(model):
+    with pytest.raises(RlloopError, match="ended with code 7") as caught:
+        ProcessTrainingService(model, dtype=EndsItsReader())
+    assert caught.value.exit_code == 1
 
 
 def test_what_waits_for_a_process_that_died_fails_and_says_so(remote):
