@@ -149,6 +149,16 @@ def all_are(values: Any, kind: type) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
+def expert_count(keys: Keys, *names: str, default: int = ASKED) -> int:
+    """The number of experts, by the first of the family's `names` for it; a file may repeat it under other names."""
+    name = next(filter(keys.has, names), names[-1])
+    count = keys.count(name, default)
+    for other in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if keys.has(other) and (value := keys.count(other)) != count:
+            keys.refuse(other, value, f"the number of experts that {name} says ({count})")
+    return count
+
+
 def check_routing(keys: Keys, mixture: MixtureConfig) -> None:
     """Refuse a routing that cannot choose `top_k` experts from its groups."""
     count, rule = mixture.num_experts, mixture.routing

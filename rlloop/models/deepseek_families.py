@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlloop.models.architecture import IndexerConfig, LatentConfig, MixtureConfig, RopeConfig, YarnScaling
-from rlloop.models.config_reader import Keys, Own, check_routing
+from rlloop.models.config_reader import Keys, Own, check_routing, expert_count
 from rlloop.numerics.routing import Routing
 
 
@@ -31,7 +31,7 @@ def deepseek(
     if not sparse:
         keys.where_null(norm_topk_prob=False, rope_interleave=False)
     layers = tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else i >= dense))
-    experts, size = keys.count("n_routed_experts"), keys.count("moe_intermediate_size")
+    experts, size = expert_count(keys, "n_routed_experts"), keys.count("moe_intermediate_size")
     mixture = MixtureConfig(
         num_experts=experts,
         expert_size=size,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from rlloop.models.architecture import DeltaConfig, MambaConfig, MixtureConfig, RopeConfig
-from rlloop.models.config_reader import Keys, Own, all_are, check_routing
+from rlloop.models.config_reader import Keys, Own, all_are, check_routing, expert_count
 from rlloop.models.deepseek_families import deepseek, deepseek_sparse, glm_sparse
 from rlloop.numerics.routing import Routing
 
@@ -58,7 +58,7 @@ def _qwen3_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, ro
     step, dense = keys.count("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
     if not all_are(dense, int):
         keys.refuse("mlp_only_layers", dense, "a list of whole numbers")
-    count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
+    count = expert_count(keys, "num_experts", "num_local_experts")
     routing = Routing(top_k=keys.count("num_experts_per_tok"), normalise=keys.flag("norm_topk_prob", False))
     layers = tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
     mixture = MixtureConfig(count, keys.count("moe_intermediate_size"), routing, layers)
@@ -86,7 +86,7 @@ def _minimax(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
         keys.take(name)
     head_dim, size = keys.count("head_dim", 128), keys.count("intermediate_size")
     routing = Routing(top_k=keys.count("num_experts_per_tok"), score="sigmoid", normalise=True)
-    count = keys.count("num_experts" if keys.has("num_experts") else "num_local_experts")
+    count = expert_count(keys, "num_experts", "num_local_experts")
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), bias=True, exact_gate=True)
     check_routing(keys, mixture)
     return {
@@ -120,7 +120,7 @@ def _qwen35_moe(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, r
     if delta.num_heads % delta.num_key_heads:
         keys.refuse("linear_num_value_heads", delta.num_heads, f"a multiple of {delta.num_key_heads} key heads")
     mixture = MixtureConfig(
-        num_experts=keys.count("num_experts"),
+        num_experts=expert_count(keys, "num_experts"),
         expert_size=keys.count("moe_intermediate_size"),
         routing=Routing(top_k=keys.count("num_experts_per_tok"), normalise=True),
         layers=tuple(range(num_layers)),
@@ -190,7 +190,7 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
         scale=keys.number("routed_scaling_factor", 1.0),
     )
     mixture = MixtureConfig(
-        num_experts=keys.count("n_routed_experts", 8),
+        num_experts=expert_count(keys, "n_routed_experts", default=8),
         expert_size=keys.count("moe_intermediate_size", 7688),
         routing=routing,
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "moe"),
@@ -222,7 +222,7 @@ def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     kinds = keys.names("layer_types", ("full_attention", "sliding_attention"), num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
-    count, size = keys.count("num_local_experts"), keys.count("intermediate_size")
+    count, size = expert_count(keys, "num_local_experts"), keys.count("intermediate_size")
     routing = Routing(
         top_k=keys.count("num_experts_per_tok", 4), normalise=True
     )  # a softmax over the chosen experts alone is the same

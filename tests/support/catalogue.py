@@ -28,8 +28,8 @@ from tests.support.checkpoints import by_our_names
 
 RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
-# Objects without effect whose keys are free: classes of code, labels, arguments of what found the scales.
-FREE = ("auto_map", "id2label", "label2id", "observer_kwargs")
+# Objects without effect whose keys are free: classes of code, labels, what found the scales and its arguments.
+FREE = ("auto_map", "id2label", "label2id", "producer", "observer_kwargs")
 MOST_LAYERS, MOST_EXPERTS = 8, 16  # of the models that are compared: layers and experts after those are like them
 
 
@@ -159,9 +159,9 @@ def weights(raw: Mapping[str, Any]) -> str:
     given = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     if given is None:
         return "bfloat16"
-    return {"fp8": "FP8, blocks of 128", "mxfp4": "MXFP4", "compressed-tensors": "int4, groups of 32"}[
-        given["quant_method"]
-    ]
+    return {
+        "fp8": "FP8, blocks of 128", "mxfp4": "MXFP4", "modelopt": "NVFP4", "compressed-tensors": "int4, groups of 32",
+    }[given["quant_method"]]  # fmt: skip
 
 
 def table() -> str:

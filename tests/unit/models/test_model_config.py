@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,6 +321,21 @@ def test_layers_by_their_older_names() -> None:
     assert parse_config({**GLM5, "layer_types": kinds}) == parse_config(GLM5)
     with pytest.raises(ModelError, match=r"layer_types.*indexed_attention for each of 4 layers"):
         parse_config({**GLM5, "layer_types": ["full_attention"] * 4})
+
+
+@pytest.mark.parametrize(
+    ("released", "own"), [(GLM5, "n_routed_experts"), (GPT_OSS, "num_local_experts")], ids=["glm5", "gpt_oss"]
+)
+def test_the_number_of_experts_under_other_names_must_be_the_same(released: dict[str, Any], own: str) -> None:
+    others = {"num_experts", "num_local_experts", "n_routed_experts"} - {own}
+    assert parse_config({**released, **dict.fromkeys(others, released[own])}) == parse_config(released)
+    for name in others:
+        with pytest.raises(ModelError, match=f"{name} is 64; supported is the number of experts that {own} says"):
+            parse_config({**released, name: 64})
+        with pytest.raises(ModelError, match=f"{name} is 'all'; supported is a positive whole number"):
+            parse_config({**released, name: "all"})
+        with pytest.raises(ModelError, match=rf"config\.json has no {own}"):
+            parse_config({key: value for key, value in released.items() if key != own} | {name: 32})
 
 
 def test_gpt_oss_reads_as_it_was_released() -> None:
