@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlloop.models.config_reader import Keys
+from rlloop.models.config_reader import Keys, all_are
 
 # architecture -> the parts that are left out, and how the names of their tensors begin
 LEFT_OUT = {
@@ -18,19 +18,23 @@ LEFT_OUT = {
 TEXT_TYPES = ("deepseek_v3", "kimi_k2")  # model_type in text_config
 # Keys of the parts that are left out, what stands for images in a prompt, and the label that no loss counts.
 OTHERS = (
-    "projection_hidden_size", "projection_layer_norm_eps", "image_token_id", "video_token_id",
-    "vision_start_token_id", "vision_end_token_id", "media_placeholder_token_id", "video_placeholder",
-    "use_unified_vision_chunk", "ignore_index",
+    "projection_layer_norm_eps", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "media_placeholder_token_id", "video_placeholder", "use_unified_vision_chunk", "ignore_index",
 )  # fmt: skip
-# Keys of the vision_config that is left out: in the released files, and in transformers' for a tower of the same kind.
-VISION = (
-    "init_pos_emb_height", "init_pos_emb_time", "init_pos_emb_width", "merge_kernel_size", "merge_type",
-    "mm_hidden_size", "mm_projector_type", "patch_size", "pos_emb_type", "projector_hidden_act", "projector_ln_eps",
-    "text_hidden_size", "video_attn_type", "vt_hidden_size", "vt_intermediate_size", "vt_num_attention_heads",
-    "vt_num_hidden_layers",
-    "model_type", "pos_emb_height", "pos_emb_time", "pos_emb_width", "hidden_size", "hidden_act", "intermediate_size",
-    "num_attention_heads", "num_hidden_layers",
+# Keys of vision_config in the released files, and in transformers' for a tower of the same kind.
+VISION_COUNTS = (
+    "init_pos_emb_height", "init_pos_emb_time", "init_pos_emb_width", "pos_emb_height", "pos_emb_time", "pos_emb_width",
+    "patch_size", "vt_intermediate_size", "intermediate_size", "vt_num_hidden_layers", "num_hidden_layers",
 )  # fmt: skip
+VISION_FIXED = {
+    "model_type": ("", "kimi_k25", "kimi_k25_vision"),
+    "merge_type": ("sd2_tpool",),
+    "mm_projector_type": ("patchmerger",),
+    "pos_emb_type": ("divided_fixed",),
+    "video_attn_type": ("spatial_temporal",),
+    "projector_hidden_act": ("gelu",),
+    "hidden_act": ("gelu_pytorch_tanh",),
+}
 
 
 def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +56,9 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if len(quantized) == 2 and quantized[0] != quantized[1]:
         keys.refuse("quantization_config", quantized[0], "that of text_config, or one of the two")
     eos_token_id = keys.take("eos_token_id")
+    projection = keys.take("projection_hidden_size")
     if keys.has("vision_config"):
-        _check_vision(keys.within("vision_config"))
+        _check_vision(keys.within("vision_config"), text.get("hidden_size"), projection)
     keys.refuse_the_rest()
     return {
         "eos_token_id": eos_token_id, **text, "model_type": None,
@@ -61,13 +66,29 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_vision(keys: Keys) -> None:
-    """Refuse what a vision_config that is left out is not known to have."""
-    for name in VISION:
-        keys.take(name)
+def _check_vision(keys: Keys, text_size: Any, projection_size: Any) -> None:
+    """Refuse a vision_config that no tower of this kind can have, though it is left out."""
+    for name, allowed in VISION_FIXED.items():
+        keys.fixed(name, *allowed)
+    for name in filter(keys.has, VISION_COUNTS):
+        keys.count(name)
+    keys.number("projector_ln_eps", 1e-5)
+    merged = keys.take("merge_kernel_size", [2, 2])
+    if not all_are(merged, int) or len(merged) != 2 or min(merged) < 1:
+        keys.refuse("merge_kernel_size", merged, "two positive whole numbers")
+    keys.fixed("text_hidden_size", text_size)
+    size = "vt_hidden_size" if keys.has("vt_hidden_size") else "hidden_size"
+    width = keys.count(size, 1152)
+    for name in ("hidden_size", "mm_hidden_size"):  # the projector reads the tower's features
+        keys.fixed(name, width)
+    if projection_size not in (None, width):
+        keys.refuse(size, width, f"projection_hidden_size ({projection_size!r})")
+    for name in ("vt_num_attention_heads", "num_attention_heads"):
+        if keys.has(name) and width % (heads := keys.count(name)):
+            keys.refuse(name, heads, f"a divisor of {size} ({width})")
     if keys.has("rope_parameters"):
         rope = keys.within("rope_parameters")
-        for name in ("rope_type", "rope_theta"):
-            rope.take(name)
+        rope.fixed("rope_type", "axial")
+        rope.number("rope_theta", 10000.0)
         rope.refuse_the_rest()
     keys.refuse_the_rest()
