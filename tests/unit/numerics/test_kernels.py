@@ -1,6 +1,8 @@
 """Building blocks of the operations: the exponential, products at every edge of the tiles, threads."""
 
 import threading
+import weakref
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
+from tests.support.waiting import until
 
 OURS = ops_for(NumericsProfile())
 EXACT = ops_for(NumericsProfile.preset("stock"))
@@ -192,3 +195,24 @@ def test_many_threads_may_launch_kernels_at_once(threads):
         caller.join(600)
     assert not wrong
     assert not any(caller.is_alive() for caller in callers)
+
+
+class Held:
+    """An argument of a job that can be watched."""
+
+
+def test_a_helper_holds_nothing_of_a_job_once_its_caller_goes_on():
+    pool, both, held = jit._Pool(), threading.Barrier(2), Held()
+    gone = weakref.ref(held)
+    pool.run(1, lambda _: both.wait(), (held,))
+    del held
+    assert gone() is None
+
+
+def test_a_helper_that_came_too_late_holds_nothing_of_the_job():
+    pool, held = jit._Pool(), Held()
+    gone = weakref.ref(held)
+    pool._grow(1)
+    pool.jobs.put((print, (held,), [], SimpleQueue()))  # its permit is taken
+    del held
+    until(lambda: gone() is None, seconds=60)

@@ -153,13 +153,16 @@ class _Pool:
     def _help(self) -> None:
         while True:
             function, args, permits, done = self.jobs.get()
+            takes_part = True
             try:
                 permits.pop()
             except IndexError:
-                continue
-            function(*args)
-            done.put(None)
-            del function, args, permits, done
+                takes_part = False
+            else:
+                function(*args)
+            del function, args, permits  # before the caller goes on: an idle helper holds no tensors
+            if takes_part:
+                done.put(None)
 
 
 _POOL = _Pool()
