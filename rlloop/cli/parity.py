@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _refuse(args: argparse.Namespace) -> None:
     for text in (args.a, args.b):
         path = text.removeprefix("engine:").removeprefix("transformers:")
-        if not any(Path(name).exists() for name in (path, path.partition("@")[0])):
+        if not any(Path(name).exists() for name in (path, path.rsplit("@", 1)[0])):
             raise ConfigError(
                 f"{text}: there is no {path}; give a model's folder, engine:FOLDER, transformers:FOLDER, a run's "
                 "folder, or a file of logprobs"

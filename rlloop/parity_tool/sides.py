@@ -166,13 +166,19 @@ def open_side(text: str, dtype: str, prompts: Sequence[Tokens], version: int | N
 def model_folder(text: str) -> Path | None:
     """The model's folder that a side names; None for recorded logprobs."""
     path = text.removeprefix("engine:").removeprefix("transformers:")
-    folder = Path(path if Path(path).exists() else path.partition("@")[0])
+    folder = Path(_split(path)[0])
     return folder if (folder / "config.json").is_file() else None
 
 
 def _definition(text: str, dtype: str) -> Model:
-    folder, _, profile = text.partition("@") if not Path(text).exists() else (text, "", "")
-    return load_model(folder, dtype=dtype, profile=parse_profile(profile or "rlloop"))
+    folder, profile = _split(text)
+    return load_model(folder, dtype=dtype, profile=parse_profile(profile))
+
+
+def _split(text: str) -> tuple[str, str]:
+    """FOLDER[@PROFILE] at the last @, unless that is the folder's own."""
+    folder, at, profile = text.rpartition("@")
+    return (folder, profile or "rlloop") if at and not Path(text).exists() else (text, "rlloop")
 
 
 def parse_profile(text: str) -> NumericsProfile:

@@ -84,6 +84,17 @@ def test_the_preset_huggingface_has_transformers_bits(tmp_path: Path, family: st
     assert main(["parity", *sides, "--dtype", "bfloat16", "--require", *SMALL]) == 0
 
 
+def test_a_folder_whose_path_has_an_at_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "me@work" / "model@2"
+    make_checkpoint(folder)
+    for a, b in ((f"engine:{folder}", folder), (f"{folder}@rlloop", f"engine:{folder}@rlloop,linear=rlloop")):
+        _, report = parity(tmp_path, a, b, *SMALL)
+        assert report["by_type"]["all"]["different"] == 0
+    _, report = parity(tmp_path, folder, f"{folder}@huggingface", "--dtype", "bfloat16", *SMALL)
+    assert report["by_type"]["all"]["different"] > 0
+    assert main(["parity", f"{folder}@rloop", str(folder)]) == 2
+
+
 def test_sparse_attention_beside_transformers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "deepseek_v32")
     _, report = parity(tmp_path, f"transformers:{tmp_path / 'model'}", tmp_path / "model", *SMALL)
