@@ -29,7 +29,7 @@ class Table:
     """A script with arguments that measure everything; `{gpus}` in them is the number of GPUs here."""
 
     script: str
-    what: str
+    what: str  # and beside which peer
     minutes: int  # of all of it: a guess, to plan with
     arguments: str = ""
     gpus: int = 1
@@ -41,60 +41,84 @@ class Table:
 
 TABLES = {
     "engine": Table(
-        "gpu_engine.py", "sampling: five regimes, twelve shapes", 200, "--vllm", peer="vllm", parts="--cells, --seconds"
+        "gpu_engine.py", "sampling beside vLLM, unseeded: five regimes, twelve shapes", 200, "--vllm", peer="vllm",
+        parts="--cells, --seconds",
     ),
     "latency": Table(
-        "gpu_latency.py", "latency of a server under arrivals", 30, "--vllm", peer="vllm",
+        "gpu_latency.py", "latency of a server under arrivals beside vLLM's", 30, "--vllm", peer="vllm",
         parts="--shape, --rates, --seconds",
     ),
     "train": Table(
-        "gpu_train.py", "forward and backward: three batches", 40, peer="transformers", more="flash-attn",
+        "gpu_train.py", "forward and backward beside transformers, compiled or not: three batches", 40,
+        peer="transformers", more="flash-attn",
         parts="--cells, --seconds",
     ),
     "step": Table(
-        "gpu_step.py", "a whole RL step, and its parts alone", 15, "--vllm", peer="vllm", parts="--only, --seconds"
+        "gpu_step.py", "a whole RL step beside vLLM with transformers, and beside its parts alone", 15, "--vllm",
+        peer="vllm", parts="--only, --seconds",
     ),
     "long": Table(
-        "long_context.py", "training on one sequence of 32k to 256k tokens", 10, peer="transformers",
+        "long_context.py", "training on one sequence of 32k to 256k tokens beside transformers", 10,
+        peer="transformers",
         parts="--only, --seconds",
     ),
     "longest": Table(
-        "long_context.py", "the longest sequence of two layers that the peer trains, and twice that", 10,
+        "long_context.py", "the longest sequence of two layers that transformers trains, beside it, and twice that", 10,
         "--find-longest --layers 2 --only 256k", peer="transformers", parts="--only, --layers, --seconds",
     ),
-    "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
-    "images": Table("gpu_images.py", "pictures to first token", 4, "--vllm", peer="vllm", parts="--seconds"),
-    "attention": Table("gpu_attention.py", "attention: decode, prefill, chunks", 6, more="vllm", parts="--only"),
-    "linear": Table("gpu_linear.py", "products beside cuBLAS", 14, more="vllm, batch_invariant_ops", parts="--rows"),
-    "experts": Table("gpu_experts.py", "a layer's experts", 5, more="vllm"),
-    "adapters": Table("gpu_adapters.py", "decoding with adapters", 15, "--vllm", peer="vllm", parts="--shape"),
-    "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
-    "fp8": Table("gpu_fp8.py", "training in 8 bits", 20, parts="--only"),
-    "recurrent": Table(
-        "gpu_recurrent.py", "recurrences", 6, more="flash-linear-attention, mamba-ssm, vllm", parts="--cells, --seconds"
+    "long-rl": Table(
+        "long_context.py", "a step of RL after a prompt of 128k tokens beside no peer", 3, "--rl", parts="--seconds"
     ),
-    "delta": Table("gpu_delta.py", "weight sync of an 8B shape", 10, parts="--only"),
-    "offload": Table("offload.py", "moments and masters on the host", 5, parts="--layers, --seconds"),
+    "images": Table(
+        "gpu_images.py", "pictures to first token beside vLLM", 4, "--vllm", peer="vllm", parts="--seconds"
+    ),
+    "attention": Table(
+        "gpu_attention.py", "attention beside cuDNN, FlashAttention 2 and 3: decode, prefill, chunks", 6,
+        more="vllm", parts="--only",
+    ),
+    "linear": Table(
+        "gpu_linear.py", "products beside cuBLAS and other invariant ones", 14, more="vllm, batch_invariant_ops",
+        parts="--rows",
+    ),
+    "experts": Table("gpu_experts.py", "a layer's experts beside fused_moe", 5, more="vllm"),
+    "adapters": Table(
+        "gpu_adapters.py", "decoding with adapters beside the base alone", 15, "--vllm", peer="vllm", parts="--shape"
+    ),
+    "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
+    "fp8": Table("gpu_fp8.py", "training in 8 bits beside bfloat16", 20, parts="--only"),
+    "recurrent": Table(
+        "gpu_recurrent.py", "recurrences beside peers", 6, more="flash-linear-attention, mamba-ssm, vllm",
+        parts="--cells, --seconds",
+    ),
+    "delta": Table("gpu_delta.py", "weight sync of an 8B shape beside aims", 10, parts="--only"),
+    "offload": Table(
+        "offload.py", "moments and masters on the host beside PCIe's time", 5, parts="--layers, --seconds"
+    ),
     "ranks-engine": Table(
-        "ranks_engine.py", "an engine over GPUs", 20, "--vllm --tp {gpus}", gpus=2, peer="vllm", parts="--only"
+        "ranks_engine.py", "an engine over GPUs beside vLLM", 20, "--vllm --tp {gpus}", gpus=2, peer="vllm",
+        parts="--only",
     ),
     "ranks-experts": Table(
-        "ranks_experts.py", "experts over GPUs", 20, "--vllm --gpus {gpus}", gpus=2, peer="vllm", parts="--only"
+        "ranks_experts.py", "experts over GPUs beside vLLM", 20, "--vllm --gpus {gpus}", gpus=2, peer="vllm",
+        parts="--only",
     ),
     "ranks-products": Table(
-        "ranks_products.py", "products and their communication", 5, gpus=2, parts="--rows",
+        "ranks_products.py", "products and their communication beside all-reduce", 5, gpus=2, parts="--rows",
         launcher="-m torch.distributed.run --nproc-per-node {gpus}",
     ),
     "ranks-train": Table(
-        "ranks_train.py", "full training of an 8B shape over GPUs", 15, "--gpus {gpus}", gpus=2, peer="transformers",
+        "ranks_train.py", "full training of an 8B shape over GPUs beside FSDP2", 15, "--gpus {gpus}", gpus=2,
+        peer="transformers",
         parts="--layers",
     ),
     "ranks-context": Table(
-        "ranks_context.py", "training on one sequence of 128k and 256k tokens over GPUs", 9, "--keep-attention",
+        "ranks_context.py", "training on one sequence of 128k and 256k tokens over GPUs beside one", 9,
+        "--keep-attention",
         gpus=2, parts="--cp, --lengths, --layers",
     ),
     "ranks-step": Table(
-        "ranks_step.py", "a whole RL step over GPUs", 10, "--vllm --gpus {gpus}", gpus=2, peer="vllm", parts="--layers"
+        "ranks_step.py", "a whole RL step over GPUs beside vLLM with FSDP2", 10, "--vllm --gpus {gpus}", gpus=2,
+        peer="vllm", parts="--layers",
     ),
 }  # fmt: skip
 
