@@ -17,6 +17,7 @@ import torch
 from rlloop.errors import ConfigError, RlloopError, RunError
 from rlloop.launch.ray_session import import_ray, ray_session
 from rlloop.rollout.fleet.text import Tokenizer
+from rlloop.training.futures import promised
 from rlloop.training.remote_service import RemoteTrainingService
 from rlloop.training.service import TrainingService
 
@@ -124,7 +125,7 @@ class RayTrainingService(RemoteTrainingService):
         """Start a call; a method's own error is the future's."""
         with self._lock:  # numbers are sent in their order
             remote_future = self._actor.call.remote(next(self._numbers), name, args, kwargs).future()
-        result: Future[Any] = Future()
+        result = promised()
 
         def done(completed: Future[Any]) -> None:
             error = completed.exception()
@@ -142,10 +143,10 @@ class RayTrainingService(RemoteTrainingService):
         """The failure of a call of an actor that died; None: the call stays pending."""
         with self._lock:
             first, self._reason = self._reason is None, f"the actor of the training service died: {_last_line(error)}"
-        if self._died is None:
+        if (died := self._died) is None:
             return self._reason
         if first:
-            self._died(self._reason)
+            died(self._reason)
         return None
 
 

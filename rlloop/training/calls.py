@@ -16,6 +16,7 @@ from rlloop.models import ScoreRow
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.vision import check_images
 from rlloop.training.custom_loss import CustomLoss
+from rlloop.training.futures import promised
 from rlloop.training.losses import LOSSES, THRESHOLDS, evaluate, settings_of
 from rlloop.training.types import CHECKED, DIFFERENT, LOSS, Datum, ForwardBackwardOutput, Provenance
 from rlloop.types import is_ids
@@ -119,7 +120,7 @@ class LossCall:
         if not data:
             raise ConfigError("the call has no datum; give one or more")
         self.trains, self.objective = trains, objective
-        self.future: Future[ForwardBackwardOutput] = Future()
+        self.future: Future[ForwardBackwardOutput] = promised()
         self._outputs: list[dict[str, np.ndarray] | None] = [None] * len(data)
         self._losses, self._metrics = [0.0] * len(data), [{} for _ in data]
         self._missing, self._checked, self._different = len(data), 0, 0

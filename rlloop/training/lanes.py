@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from rlloop.errors import ConfigError
 from rlloop.training.calls import LossCall
+from rlloop.training.futures import promised
 from rlloop.training.sampling import SampleCall, Sampling
 from rlloop.training.trained_model import TrainedModel
 
@@ -26,7 +27,7 @@ class Action:
 
     def __init__(self, run: Callable[[], Any], *, closes: bool = False) -> None:
         self.run, self.closes = run, closes
-        self.future: Future[Any] = Future()
+        self.future = promised()
 
     @classmethod
     def failed(cls, error: BaseException) -> Action:

@@ -20,6 +20,7 @@ from rlloop.models.vision import place_features
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.rollout import Engine
 from rlloop.rollout.fleet.text import Tokenizer, Writer
+from rlloop.training.futures import promised
 from rlloop.training.provenance import FrozenWeights, SampledRecord, SampledSequences
 from rlloop.training.types import (
     EMPTY_LOGPROB,
@@ -108,7 +109,7 @@ class SampleCall:
     top: int
     seed: int
     writers: list[Writer | None]
-    future: Future[SampleResponse] = field(default_factory=Future)
+    future: Future[SampleResponse] = field(default_factory=promised)
     done: dict[int, Completion] = field(default_factory=dict)
     begun: int = 0  # completions that the engine has, or had
     about_prompt: dict[str, object] = field(default_factory=dict)

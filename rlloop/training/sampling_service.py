@@ -16,6 +16,7 @@ import numpy as np
 from rlloop.errors import ConfigError
 from rlloop.rollout.fleet.text import Tokenizer
 from rlloop.training.checkpoints import CheckpointFolder, Overwrite, checked_name
+from rlloop.training.futures import promised
 from rlloop.training.lanes import Action
 from rlloop.training.models import Models
 from rlloop.training.provenance import SampledRecord, SampledSequences
@@ -135,7 +136,7 @@ class SamplingService:
         self, prompt: ModelInput | Sequence[int], *, sampler: str | None = None
     ) -> Future[list[float | None]]:
         """The logprob of each token of a prompt given those before it; None for the first."""
-        answer: Future[list[float | None]] = Future()
+        answer: Future[list[float | None]] = promised()
         asked = self._ask(prompt, 0, SamplingParams(max_tokens=1), sampler, None, None, 0, PromptAsk(logprobs=True))
 
         def done(sampled: Future[SampleResponse]) -> None:

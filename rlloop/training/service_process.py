@@ -25,6 +25,7 @@ import torch
 
 from rlloop.errors import RlloopError, RunError
 from rlloop.rollout.fleet.text import tokenizer_of
+from rlloop.training.futures import promised
 from rlloop.training.remote_service import RemoteTrainingService
 from rlloop.training.service import TrainingService
 
@@ -87,7 +88,7 @@ class ProcessTrainingService(RemoteTrainingService):
         self._thread.join()
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        result: Future[Any] = Future()
+        result = promised()
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = result
@@ -109,8 +110,8 @@ class ProcessTrainingService(RemoteTrainingService):
             else:
                 result.set_exception(value)
         reason = f"the process of the training service ended with code {self._process.wait()}"
-        if self._died is not None:
-            self._died(reason)
+        if (died := self._died) is not None:
+            died(reason)
             return
         with self._lock:
             waiting, self._ended = list(self._waiting.values()), reason

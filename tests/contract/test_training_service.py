@@ -13,6 +13,7 @@ from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError, ParityError
 from rlloop.models import save_model
 from rlloop.trainer import Trainer, TrainSequence
+from rlloop.training.lanes import Action
 from rlloop.training.losses import LOSSES
 from rlloop.training.service import TrainingService
 from rlloop.training.types import AdamParams, Datum, LoraConfig, SamplingParams
@@ -484,6 +485,21 @@ def test_other_mistakes_are_named(service):
 
 def long(count: int) -> Datum:
     return Datum(ModelInput.from_ids([5] * count), {"target_tokens": [5] * count, "weights": np.ones(count)})
+
+
+def test_a_caller_cannot_cancel_a_call(service):
+    """As `asyncio.wait_for` does with what it stops waiting for: the worker's thread is about to set its result."""
+    id, goes_on = new(service), threading.Event()
+    held = service._models.place(service._models.get(id), Action(lambda: goes_on.wait(WAIT)))
+    calls = [
+        held, service.forward_backward(id, supervised(0, 2), "cross_entropy"), service.optim_step(id, ADAM),
+        service.sample(PROMPT, 1, SamplingParams(max_tokens=2)), service.compute_logprobs(PROMPT),
+    ]  # fmt: skip
+    cancelled = [each.cancel() for each in calls]
+    goes_on.set()
+    assert not any(cancelled)
+    for each in calls:
+        each.result(WAIT)
 
 
 def test_a_dropped_model_ends_after_its_calls(service):

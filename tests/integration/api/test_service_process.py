@@ -72,6 +72,7 @@ def test_what_waits_for_a_process_that_died_fails_and_says_so(remote):
     model_id = remote.create_model(lora=LoraConfig(4)).result().model_id
     os.kill(remote.pid, signal.SIGSTOP)  # what comes now is not computed
     waits = remote.forward_backward(model_id, [datum(5, 9)], "cross_entropy")
+    assert not waits.cancel()  # as a caller may who stops waiting: the answer is still to come
     os.kill(remote.pid, signal.SIGKILL)
     for _ in range(2):  # also what comes after its end
         with pytest.raises(RunError, match="process of the training service ended with code -9"):
