@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -133,6 +133,7 @@ class OverlappedTurns(GeneratedTurns):
         super().__init__(engine)
         self._begin = engine.begin
         self._calls: list[Future[list[Completion]]] = []  # in flight
+        self._closed = False
 
     @property
     def has_work(self) -> bool:
@@ -143,9 +144,10 @@ class OverlappedTurns(GeneratedTurns):
         call, self._waiting = self._waiting, _Call()
 
         def finish(answer: Future[list[Completion]]) -> None:  # in the engine's thread
-            if answer.cancelled():
+            if self._closed:
                 return
-            if (error := answer.exception()) is None:
+            error = CancelledError() if answer.cancelled() else answer.exception()  # as when the engine is closed
+            if error is None:
                 call.finish(answer.result())
             else:
                 for future in call.futures:
@@ -156,5 +158,6 @@ class OverlappedTurns(GeneratedTurns):
 
     def close(self) -> None:
         super().close()
+        self._closed = True
         for answer in self._calls:
             answer.cancel()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from rlloop.loop.joining import Turn
 from rlloop.loop.turns import Turns, turns_of
 from rlloop.protocols import Engine
 from rlloop.rollout.fleet.answering import written
+from rlloop.rollout.fleet.client import LoopThread
 from rlloop.rollout.fleet.generation import BadField, Served
 from rlloop.rollout.fleet.token_api import Tokens
 from rlloop.types import Completion, SamplingParams
@@ -55,9 +55,9 @@ class Episodes(Generic[T]):
     Between two calls tools continue, time limits are suspended, and requests for turns wait.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, url: str, slice_tokens: int = 0) -> None:
+    def __init__(self, thread: LoopThread, url: str, slice_tokens: int = 0) -> None:
         """`url`: at which they ask for turns. `slice_tokens`: as of `rlloop.loop.conversations.UnderWay`."""
-        self.url, self._loop, self._slice = url, loop, slice_tokens
+        self.url, self._thread, self._slice = url, thread, slice_tokens
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._turns: dict[str, list[Completion]] = {}  # by session
         self._making: dict[str, _Asked] = {}  # by session
@@ -67,7 +67,7 @@ class Episodes(Generic[T]):
         self._paused = False
 
     def begin(self, episode: Coroutine[Any, Any, T]) -> Future[T]:
-        running = asyncio.run_coroutine_threadsafe(episode, self._loop)
+        running = self._thread.start(episode)
         self._running.append(running)
         running.add_done_callback(lambda _: self._events.put(None))
         return running
@@ -77,7 +77,7 @@ class Episodes(Generic[T]):
         pieces of them, that the engine has. Raises what the engine raises, with nothing left in flight."""
         turns, hold, later, advanced = turns_of(engine), enough(), list[_Asked](), 0.0
         self._at_engine = 0
-        self._loop.call_soon_threadsafe(self._resume)
+        self._thread.start(self._resume())
         try:
             while self._at_engine or (self._running and not hold):
                 patience = max(0.0, advanced + turns.linger - time.monotonic()) if turns.has_work else POLL
@@ -103,7 +103,7 @@ class Episodes(Generic[T]):
             turns.close()
             for asked in later:
                 self._events.put(asked)
-            self._loop.call_soon_threadsafe(self._pause)
+            self._thread.start(self._pause())
 
     def turns(self, session: str) -> list[Completion]:
         """The turns of one session, in the order in which they were asked for."""
@@ -172,17 +172,17 @@ class Episodes(Generic[T]):
         self._making.pop(asked.session, None)
         return None
 
-    def _resume(self) -> None:
-        self._paused = False
+    async def _resume(self) -> None:
+        self._paused, now = False, asyncio.get_running_loop().time()
         for limit, left in self._limits.items():
             if not limit.expired():
-                limit.reschedule(self._loop.time() + left)
+                limit.reschedule(now + left)
 
-    def _pause(self) -> None:
-        self._paused = True
+    async def _pause(self) -> None:
+        self._paused, now = True, asyncio.get_running_loop().time()
         for limit in self._limits:
             if (when := limit.when()) is not None and not limit.expired():
-                self._limits[limit] = when - self._loop.time()
+                self._limits[limit] = when - now
                 limit.reschedule(None)
 
 
@@ -196,9 +196,7 @@ class EpisodeServer:
         self.key = secrets.token_hex(16)
         self._served, self._dialect = Served(model, None, longest), Tokens()
         self._players: dict[str, Episodes[Any]] = {}  # by the path at which they ask
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="episodes")
-        self._thread.start()
+        self._thread = LoopThread("event loop of episodes")
         app = Starlette(
             routes=[
                 Route("/{player}/inference/v1/generate", self._generate, methods=["POST"]),
@@ -214,19 +212,18 @@ class EpisodeServer:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run in the episodes' event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._thread.run(work)
 
     def episodes(self, slice_tokens: int = 0) -> Episodes[Any]:
         """Episodes with an address of their own."""
         name = str(len(self._players))
-        self._players[name] = Episodes(self._loop, f"{self._server.url}/{name}", slice_tokens)
+        self._players[name] = Episodes(self._thread, f"{self._server.url}/{name}", slice_tokens)
         return self._players[name]
 
     def close(self) -> None:
+        """End all episodes, from any thread."""
         self._server.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close()
 
     async def _generate(self, request: Request) -> Response:
         session = request.headers.get("x-session-id")

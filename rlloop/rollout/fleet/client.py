@@ -41,6 +41,7 @@ from rlloop.web.clients import CONNECT_SECONDS, async_client
 
 PROMPTS_PER_CALL = 256
 MAX_ANSWER = 1 << 30  # bytes
+GRACE = 10.0  # seconds for cancelled work to end
 
 T = TypeVar("T")
 
@@ -187,10 +188,11 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
 
 
 class LoopThread:
-    """An event loop in a thread, for callers that are not asynchronous."""
+    """An event loop in a thread, for callers in any thread that are not asynchronous."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._starting, self._closed = threading.Lock(), False
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=name)
         self._thread.start()
 
@@ -203,20 +205,30 @@ class LoopThread:
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Raises `RlloopError` once it is closed: on a loop that is being stopped, the work would never end."""
+        with self._starting:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RlloopError(f"the {self._thread.name} is closed")
 
     def close(self) -> None:
-        self.run(_cancel_others())
+        """Cancel all work, which has `GRACE` seconds to end."""
+        with self._starting:
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 async def _cancel_others() -> None:
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GRACE):
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a task that ends may start others
+                for task in others:
+                    task.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
 
 
 class RemoteEngine:

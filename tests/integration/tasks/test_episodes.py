@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import numpy as np
 import pytest
 
 from rlloop import Engine, SamplingParams
+from rlloop.errors import RlloopError
 from rlloop.loop.joining import joined
 from rlloop.rollout.errors import EngineLost
 from rlloop.tasks.episodes import Episodes, EpisodeServer
@@ -167,6 +169,27 @@ def test_an_engine_that_fails_ends_the_step(server, episodes):
 
     with pytest.raises(EngineLost, match="it is gone"):
         play(episodes, Broken(), talk(episodes, server, "a", 1, 1))
+
+
+def test_the_end_of_the_server_ends_a_batch_that_waits_for_its_tools(engine):
+    server, begun = EpisodeServer("rlloop", 128), threading.Event()
+    episodes = server.episodes()
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    def advance() -> None:
+        with suppress(RlloopError):
+            episodes.advance(engine)
+
+    running, batch = episodes.begin(endless()), threading.Thread(target=advance, daemon=True)
+    batch.start()
+    assert begun.wait(60)
+    server.close()
+    batch.join(60)
+    assert not batch.is_alive()
+    assert running.cancelled()
 
 
 def turn(prompt: list[int], made: list[int]) -> Completion:
