@@ -122,16 +122,15 @@ class OnThisLoop(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._held: T | None = None
+        self._held: tuple[asyncio.AbstractEventLoop, T] | None = None  # as one, for loops in several threads
 
     def get(self) -> T:
-        loop = asyncio.get_running_loop()
-        if self._held is None or self._loop is not loop:
-            self._loop, self._held = loop, self._make()
-        return self._held
+        held, loop = self._held, asyncio.get_running_loop()
+        if held is None or held[0] is not loop:
+            held = self._held = loop, self._make()
+        return held[1]
 
     def pop(self) -> T | None:
         """The object, if there is one, which is not kept any longer."""
         held, self._held = self._held, None
-        return held
+        return None if held is None else held[1]

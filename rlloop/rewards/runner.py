@@ -225,7 +225,7 @@ class Calls:
 
     def unfinished(self) -> list[int]:
         """Indices of samples whose coroutine still runs."""
-        return [index for index, task in self._tasks.items() if not task.done()]
+        return [index for index, task in self._tasks.copy().items() if not task.done()]  # the loop's thread adds to it
 
     def forget(self, index: int) -> None:
         """Drop the outcome of a request, which its caller has taken."""
@@ -257,8 +257,8 @@ class _Worker:
                 outcome = failure(error)
             if self.abandoned:
                 return
+            self.began = time.monotonic()  # before the outcome counts, or the next request would seem late
             self.outcomes.append(outcome)
-            self.began = time.monotonic()
         self.finished.set()
 
     def wait(self, timeout: float) -> list[Outcome]:

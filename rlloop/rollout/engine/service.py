@@ -222,12 +222,12 @@ class EngineService:
                 halt = self._halt
                 if pause is None and halt is None and not self._paused:
                     self._admitted, self._inbox = self._inbox, []
-            self._drop(cancelled)
-            for call, answer in calls:
+            for call, answer in calls:  # first, since nobody else has them if the rest fails
                 try:
                     answer.set_result(call())
                 except Exception as error:  # goes to the caller
                     answer.set_exception(error)
+            self._drop(cancelled)
             if halt is not None and (halt[0] != "wait" or not self._has_work):
                 self._stop(*halt)
                 continue

@@ -191,3 +191,14 @@ def test_an_engine_that_breaks_tells_everybody_who_waits(caplog):
     assert service.version == -1
     assert "the engine failed" in caplog.text
     service.close()
+
+
+def test_an_engine_that_breaks_has_answered_the_calls_of_the_same_round():
+    engine = Stepper(Engine(tiny_qwen3(64)))
+    service = EngineService(Broken(engine))
+    answer, call = started(engine, lambda: service.submit(PROMPTS, SAMPLING)), Future()
+    with service._changed:
+        service.cancel(answer)
+        service._calls.append((lambda: "loaded", call))
+    assert call.result(240) == "loaded"
+    service.close()

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ import pytest
 from rlloop.errors import ConfigError
 from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
 from rlloop.rewards.event_loop import POLL, EventLoop, OnThisLoop
-from rlloop.rewards.runner import HOPELESS, RewardFailure, RewardRunner
+from rlloop.rewards.runner import HOPELESS, Calls, RewardFailure, RewardRunner, _Worker, as_result
 from rlloop.types import Example, RewardResult
 from tests.support.rewards_gone_wild import HANGS, RAISED, released, requests, wild
 from tests.support.waiting import until
@@ -188,6 +190,63 @@ class Bound:
         async with self.turn.get():
             await asyncio.sleep(0.01)
         return 1.0
+
+
+def test_an_object_of_a_loop_is_never_another_loops():
+    """A loop that was left behind may get its own at any moment, here before each line of `get`."""
+    turn = OnThisLoop(asyncio.get_running_loop)
+
+    async def own() -> bool:
+        return turn.get() is asyncio.get_running_loop()
+
+    def before_each_line(frame, event, _):
+        if frame.f_code is not OnThisLoop.get.__code__:
+            return None
+        if event == "line":
+            other = threading.Thread(target=asyncio.run, args=(own(),))
+            other.start()
+            other.join()
+        return before_each_line
+
+    tracer = sys.gettrace()
+    sys.settrace(before_each_line)
+    try:
+        is_own = asyncio.run(own())
+    finally:
+        sys.settrace(tracer)
+    assert is_own
+
+
+def test_calls_that_begin_meanwhile_do_not_break_the_look_for_unfinished_ones():
+    class Begins:
+        def done(self) -> bool:
+            calls._tasks[len(calls._tasks)] = task
+            return False
+
+    calls, task = Calls(moody_async, as_result, 1.0, 1), cast(Any, Begins())
+    calls._tasks[0] = task
+    assert calls.unfinished() == [0]
+
+
+def test_a_request_s_time_begins_before_the_outcome_of_the_last_one_counts(monkeypatch):
+    """Else the next one would seem late where the thread waits in between."""
+
+    class Outcomes(list[Any]):
+        def append(self, outcome):
+            seen.append((worker.began, now))
+            super().append(outcome)
+
+    def reward() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    now, seen = 0.0, []
+    monkeypatch.setattr("rlloop.rewards.runner.time", SimpleNamespace(monotonic=lambda: now))
+    worker = _Worker(reward, as_result, [(), ()])
+    worker.outcomes = Outcomes()
+    worker.run()
+    assert seen == [(1.0, 1.0), (2.0, 2.0)]
 
 
 def test_what_an_interrupt_leaves_behind_is_cancelled():
