@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,14 +32,17 @@ class Dashboard:
         self.note = note
         self._cache = cache or cache_folder()
         self._indices: dict[str, RolloutIndex] = {}
+        self._indexing = threading.Lock()
         self._watchers: set[asyncio.Queue[str]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     def index(self, run: Run) -> RolloutIndex:
-        if run.id not in self._indices:
-            self._indices[run.id] = RolloutIndex(run.path, self._cache)
-        return self._indices[run.id]
+        """From any thread."""
+        with self._indexing:
+            if run.id not in self._indices:
+                self._indices[run.id] = RolloutIndex(run.path, self._cache)
+            return self._indices[run.id]
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events: first all runs, then those that change."""
@@ -89,7 +93,7 @@ class Dashboard:
         self._closing.set()
         for queue in self._watchers:
             queue.put_nowait(": closing\n\n")
-        for index in self._indices.values():
+        for index in list(self._indices.values()):
             index.close()
         if self.api is not None:
             self.api.close()

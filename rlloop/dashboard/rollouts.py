@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class RolloutIndex:
         self.file = cache / f"{name}-v{VERSION}.sqlite"
         self._writing = threading.Lock()
         self._worker: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._starting, self._stop = threading.Lock(), threading.Event()
         with self._open() as database:
             database.execute("PRAGMA journal_mode=WAL")
             database.executescript(SCHEMA)
@@ -125,10 +125,11 @@ class RolloutIndex:
             known = {step: stamp for step, *stamp in database.execute("SELECT step, size, changed FROM files")}
         stale, present = [], set()
         for file in rollout_files(self.run):
-            stat = file.stat()
             present.add(step_of(file))
-            if known.get(step_of(file)) != [stat.st_size, stat.st_mtime_ns]:
-                stale.append(file)
+            with suppress(FileNotFoundError):  # moved since it was listed: read where it is the next time
+                stat = file.stat()
+                if known.get(step_of(file)) != [stat.st_size, stat.st_mtime_ns]:
+                    stale.append(file)
         return stale[::-1], [step for step in known if step not in present]
 
     def update(self) -> None:
@@ -143,13 +144,15 @@ class RolloutIndex:
             self._read(file)
 
     def keep_up(self) -> None:
-        """Start an update in the background, unless one is running."""
-        if self._worker is None or not self._worker.is_alive():
-            self._worker = threading.Thread(target=self.update, name=f"index {self.run.name}", daemon=True)
-            self._worker.start()
+        """Start an update in the background, unless one is running, or the index was closed."""
+        with self._starting:
+            if not self._stop.is_set() and (self._worker is None or not self._worker.is_alive()):
+                self._worker = threading.Thread(target=self.update, name=f"index {self.run.name}", daemon=True)
+                self._worker.start()
 
     def close(self) -> None:
-        self._stop.set()
+        with self._starting:
+            self._stop.set()
         if self._worker is not None:
             self._worker.join()
 
@@ -224,7 +227,9 @@ class RolloutIndex:
 
     def _read_if_new(self, step: int) -> None:
         file = rollout_file(self.run, step)
-        if file is not None:
+        if file is None:
+            return
+        with suppress(FileNotFoundError):  # moved meanwhile
             stat = file.stat()
             with self._open() as database:
                 known = database.execute("SELECT size, changed FROM files WHERE step = ?", (step,)).fetchone()

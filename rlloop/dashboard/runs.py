@@ -352,13 +352,14 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._runs: dict[str, Run] = {}
-        self._lock = threading.Lock()
+        self._lock, self._finding = threading.Lock(), threading.Lock()
 
     def find(self) -> list[Run]:
-        ids = find_runs(self.root)
-        with self._lock:
-            self._runs = {id: self._runs.get(id) or Run(self.root / id, id) for id in ids}
-            return list(self._runs.values())
+        with self._finding:  # one after the other: an older listing must not replace a newer one
+            ids = find_runs(self.root)
+            with self._lock:
+                self._runs = {id: self._runs.get(id) or Run(self.root / id, id) for id in ids}
+                return list(self._runs.values())
 
     def known(self) -> list[Run]:
         with self._lock:

@@ -293,9 +293,9 @@ def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
 def rollout_files(path: Path) -> list[RolloutFile]:
     """Files of each step's rollouts, in order. Raises `RunError` for a damaged archive."""
     folder, files = path / "rollouts", dict[str, RolloutFile]()
-    for archive in folder.glob("step_*.zip"):
-        files |= {file.name: file for file in packed_files(archive)}
     files |= {file.name: file for file in folder.glob("step_*") if ROLLOUTS.fullmatch(file.name)}
+    for archive in folder.glob("step_*.zip"):  # last: the others may be packed at this moment
+        files |= {file.name: file for file in packed_files(archive)}
     return [files[name] for name in sorted(files)]
 
 

@@ -13,6 +13,7 @@ import os
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
@@ -122,8 +123,9 @@ def last_of(segment: Path) -> int:
 def content_of(segment: Path) -> bytes:
     """Raises `RunError` for a damaged one."""
     try:
-        if segment.suffix != ".zst" and segment.exists():
-            return segment.read_bytes()
+        if segment.suffix != ".zst":
+            with suppress(FileNotFoundError):  # compressed meanwhile
+                return segment.read_bytes()
         packed = segment if segment.suffix == ".zst" else segment.with_name(segment.name + ".zst")
         return zstandard.decompress(packed.read_bytes())
     except (zstandard.ZstdError, OSError) as error:
@@ -133,7 +135,10 @@ def content_of(segment: Path) -> bytes:
 def open_journal(file: Path) -> BinaryIO:
     """The whole journal for reading, as if it had never been rotated. Raises `FileNotFoundError` if there is none."""
     while True:
-        live = file.open("rb") if file.exists() else None
+        try:
+            live = file.open("rb")
+        except FileNotFoundError:
+            live = None
         rotated = segments(file)
         try:
             same = live is None or file.stat().st_ino == os.fstat(live.fileno()).st_ino

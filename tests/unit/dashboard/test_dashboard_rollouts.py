@@ -1,13 +1,17 @@
 """The index against what the records say, read plainly."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
 import pytest
 import zstandard
 
+from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.rollouts import ORDERS, RolloutIndex, page_query
+from rlloop.dashboard.runs import Run
 from rlloop.runs.folder import read_rollouts, rollout_files
 from tests.support.dashboard_runs import write_run
 
@@ -124,6 +128,35 @@ def test_in_the_background(run):
     assert fresh._worker is not None
     fresh._worker.join(timeout=60)
     assert fresh.progress() == {"files": 5, "of": 5, "rollouts": 60, "problems": []}
+
+
+def test_a_closed_index_begins_no_update(run):
+    closed = RolloutIndex(run)
+    closed.close()
+    closed.keep_up()
+    assert closed._worker is None
+
+
+def test_threads_that_ask_at_once_share_a_runs_index(run, monkeypatch):
+    class Slow(RolloutIndex):
+        def __init__(self, *arguments):
+            time.sleep(0.05)  # time for the others
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("rlloop.dashboard.live.RolloutIndex", Slow)
+    dashboard = Dashboard(run)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(dashboard.index, [Run(run, ".")] * 4))) == 1
+    dashboard.close()
+
+
+def test_a_file_that_is_moved_since_it_was_listed_is_left_for_the_next_time(run, index, monkeypatch):
+    gone = run / "rollouts" / "step_00000009.jsonl.zst"
+    monkeypatch.setattr("rlloop.dashboard.rollouts.rollout_files", lambda path: [*rollout_files(path), gone])
+    monkeypatch.setattr("rlloop.dashboard.rollouts.rollout_file", lambda path, step: gone)
+    index.update()
+    assert index.page(step=1)["total"] == 12
+    assert index.page(step=9)["total"] == 0
 
 
 def test_a_damaged_file_is_told_and_the_rest_is_there(run):

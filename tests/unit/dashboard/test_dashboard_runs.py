@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 import time
 
 import numpy as np
@@ -77,6 +78,29 @@ def test_a_link_of_another_user_shows_only_what_is_theirs(tmp_path):
         os.lchown(root / name, stranger, stranger)
     os.chown(tmp_path / "theirs", stranger, stranger)
     assert find_runs(root) == ["theirs"]
+
+
+def test_an_older_listing_does_not_replace_a_newer_one(tmp_path, monkeypatch):
+    listed, newer = threading.Event(), threading.Event()
+
+    def slow(root):
+        ids = find_runs(root)
+        if not listed.is_set():
+            listed.set()
+            newer.wait(0.2)  # time for the other listing
+        return ids
+
+    write_run(tmp_path / "a", 1)
+    runs = Runs(tmp_path)
+    monkeypatch.setattr("rlloop.dashboard.runs.find_runs", slow)
+    older = threading.Thread(target=runs.find)
+    older.start()
+    listed.wait()
+    write_run(tmp_path / "b", 1)
+    runs.find()
+    newer.set()
+    older.join()
+    assert [run.id for run in runs.known()] == ["a", "b"]
 
 
 def test_an_id_is_no_path(tmp_path):

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -152,6 +153,43 @@ def test_reading_while_it_is_written_and_rotated(tmp_path):
     finally:
         stop.set()
         writer.join()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rotated/metrics_00000000.jsonl"])
+def test_a_file_that_is_there_may_be_gone_when_it_is_opened(tmp_path, monkeypatch, name):
+    """The journal is rotated, or its segment compressed, as a reader has seen that there is one."""
+    journal, segment = Journal(tmp_path / "metrics.jsonl"), tmp_path / "rotated" / "metrics_00000000.jsonl"
+    exists = Path.exists
+    for step in range(3):
+        journal.append({"step": step})
+    segment.parent.mkdir()
+    if name != journal.path.name:
+        journal.path.rename(segment)
+
+    def moved(path: Path) -> bool:
+        there = exists(path)
+        if there and path == tmp_path / name:
+            monkeypatch.undo()
+            journal.path.rename(segment) if path == journal.path else compress(segment)
+        return there
+
+    monkeypatch.setattr(Path, "exists", moved)
+    assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_rollouts_that_are_packed_while_they_are_listed_are_not_missing(tmp_path, often, monkeypatch):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 4))
+        glob = Path.glob
+
+        def packed(path: Path, pattern: str):
+            found = list(glob(path, pattern))
+            if path == folder.rollouts and not (path / "step_00000003.zip").exists():
+                pack(sorted(glob(path, "*.zst")), path / "step_00000003.zip")
+            return iter(found)
+
+        monkeypatch.setattr(Path, "glob", packed)
+        assert rows_of(folder.path) == ["1/0/0", "2/0/0", "3/0/0"]
 
 
 def test_damage_is_named(tmp_path, often):
