@@ -170,7 +170,7 @@ class Committer:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
-        for log in self.later:
+        for log in self.later.copy():  # a service that still computes may add to it
             with suppress(OSError):
                 log.flush()
 
@@ -309,7 +309,10 @@ class CommandLog:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._file is None else os.fstat(self._file).st_size
+        file = self._file
+        with suppress(OSError):  # the committer closes it at this moment
+            return 0 if file is None else os.fstat(file).st_size
+        return 0
 
     def _rotate(self, first: int, carried: Sequence[Record], keep_bytes: int) -> None:
         if self._file is None:

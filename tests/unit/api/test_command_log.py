@@ -201,6 +201,25 @@ def test_a_log_without_states_shrinks(tmp_path, committer):
     assert len(segments(tmp_path)) == 1
 
 
+def test_the_size_of_a_log_can_be_asked_for_while_its_file_is_closed(tmp_path, committer, monkeypatch):
+    log, close, sizes = CommandLog(tmp_path, committer), os.close, []
+    appended(log, *(command(number) for number in range(3)))
+    monkeypatch.setattr(os, "close", lambda file: (close(file), sizes.append(log.nbytes)))
+    log.shrink(lambda records: records).result(240)
+    log.close().result(240)
+    assert sizes
+
+
+def test_a_record_of_another_log_may_come_while_the_last_ones_are_written(tmp_path, monkeypatch):
+    committer = Committer()
+    log, other = (CommandLog(tmp_path / name, committer) for name in ("a", "b"))
+    log.append_later(Weights(0, b"digest"))
+    flush = log.flush
+    monkeypatch.setattr(log, "flush", lambda: (other.append_later(Weights(0, b"late")), flush()))
+    committer.close()
+    assert read_segment(segments(log.folder)[0]).digests == {0: b"digest"}
+
+
 def test_a_closed_log_has_no_file_open_and_drops_what_comes_later(tmp_path, committer):
     log = CommandLog(tmp_path, committer)
     appended(log, command(0))
