@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -91,19 +92,17 @@ class CheckpointFolder:
     def get(self, path: str) -> tuple[Checkpoint, Path]:
         """A checkpoint and its folder. Raises `ConfigError` for an unknown path."""
         folder, facts = self._files(path)
-        if not facts.is_file() or not folder.is_dir():
-            raise ConfigError(f"there is no checkpoint {path}; see the list of checkpoints, which may have expired")
-        return self._read(folder, facts), folder
+        with suppress(FileNotFoundError):
+            if folder.is_dir():
+                return self._read(folder, facts), folder
+        raise ConfigError(f"there is no checkpoint {path}; see the list of checkpoints, which may have expired")
 
     def list(self, model_id: str | None = None) -> list[Checkpoint]:
-        checkpoints = [
-            self._read(facts.with_suffix(""), facts)
-            for kind in FOLDERS.values()
-            for facts in self.root.glob(
-                f"{'*' if model_id is None else checked_name('model_id', model_id)}/{kind}/*.json"
-            )
-            if facts.with_suffix("").is_dir()
-        ]
+        checkpoints, models = list[Checkpoint](), "*" if model_id is None else checked_name("model_id", model_id)
+        for facts in [facts for kind in FOLDERS.values() for facts in self.root.glob(f"{models}/{kind}/*.json")]:
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                if facts.with_suffix("").is_dir():
+                    checkpoints.append(self._read(facts.with_suffix(""), facts))
         return sorted(checkpoints, key=lambda each: (each.time, each.tinker_path))
 
     def delete(self, path: str, *, missing_ok: bool = False) -> None:

@@ -59,7 +59,7 @@ class Models:
         with self.worker.changed:
             self.worker.check()
             placed = lane.place(call, seq_id)
-            self.worker.changed.notify_all()
+            self._wake(lane)
         return placed
 
     def create(
@@ -100,7 +100,7 @@ class Models:
         with self.worker.changed:
             self.worker.check()
             dropped = lane.first(Action(drop))
-            self.worker.changed.notify_all()
+            self._wake(lane)
         return dropped
 
     def status(self, samplers: Callable[[str], int]) -> dict[str, Any]:
@@ -144,6 +144,12 @@ class Models:
             if self._lanes.get(lane.model_id) is lane:
                 del self._lanes[lane.model_id]
             lane.ended = True
+
+    def _wake(self, lane: Lane) -> None:
+        """Have the worker serve a lane, also one that has ended since the caller found it: it fails the call."""
+        if lane.ended and lane not in self.worker.lanes:
+            self.worker.lanes.append(lane)
+        self.worker.changed.notify_all()
 
     def _after(self, lane: Lane) -> None:
         """Free graphs of open micro-batches beyond the tokens of one micro-batch; the newest are kept."""

@@ -198,7 +198,7 @@ class SamplingService:
         now = time.time()
         expired = [each.tinker_path for each in self._store.list() if (each.expires_at or now) < now]
         for path in expired:
-            self._store.delete(path)
+            self._store.delete(path, missing_ok=True)  # by somebody else meanwhile
         return expired
 
     def _write(

@@ -20,6 +20,7 @@ from rlloop.training.types import AdamParams, Datum, LoraConfig, SamplingParams
 from rlloop.types import ModelInput
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.training_data import ADAM, digest, sampled, supervised
+from tests.support.waiting import until
 
 LORA = LoraConfig(rank=4, seed=1)
 PROMPT = [5, 6, 7]
@@ -500,6 +501,16 @@ def test_a_caller_cannot_cancel_a_call(service):
     assert not any(cancelled)
     for each in calls:
         each.result(WAIT)
+
+
+def test_a_call_to_a_model_that_goes_at_that_moment_fails(service):
+    """Its lane was found before, and the worker serves it no longer."""
+    id = new(service)
+    lane = service._models.get(id)
+    service.drop_model(id).result(WAIT)
+    until(lambda: lane not in service._models.worker.lanes)
+    with pytest.raises(ConfigError, match="was dropped"):
+        service._models.place(lane, Action(lambda: None)).result(WAIT)
 
 
 def test_a_dropped_model_ends_after_its_calls(service):

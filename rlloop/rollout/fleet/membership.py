@@ -277,7 +277,8 @@ class Membership:
             raise self._unwritten
 
     def serving(self) -> list[Member]:
-        return [member for member in self._all.values() if member.status == "serving"]
+        """From any thread."""
+        return [member for member in list(self._all.values()) if member.status == "serving"]
 
     # ---------------------------------------------------------------------------------------------- versions
 

@@ -1,5 +1,7 @@
 """Checkpoints on disk: whole or absent, also on a full disk and after a crash."""
 
+from pathlib import Path
+
 import pytest
 
 from rlloop.errors import ConfigError
@@ -36,6 +38,23 @@ def test_one_that_cannot_be_replaced_stays(tmp_path, monkeypatch, where):
     checkpoint, files = folder.get(PATH)
     assert (checkpoint.user_metadata, (files / "weights").read_text()) == ({"note": "old"}, "old")
     assert left(tmp_path) == ["model/weights/a.json", "model/weights/a/weights"]
+
+
+def test_one_that_is_deleted_while_it_is_read_is_not_there(tmp_path, monkeypatch):
+    folder, is_dir = CheckpointFolder(tmp_path), Path.is_dir
+    folder.write(PATH, None, content("x"), None, None)
+
+    def deleted(path):
+        there = is_dir(path)
+        if path.name == "a":
+            folder.delete(PATH, missing_ok=True)
+        return there
+
+    monkeypatch.setattr(Path, "is_dir", deleted)
+    assert folder.list() == []
+    folder.write(PATH, None, content("x"), None, None)
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
+        folder.get(PATH)
 
 
 def test_what_a_crash_left_is_removed(tmp_path):
