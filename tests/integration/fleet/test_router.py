@@ -119,6 +119,7 @@ def test_an_engine_of_other_numerics_is_let_in_only_where_nobody_objects():
         router,
         events,
     ):
+        until(lambda: events.of("quarantined"))
         with pytest.raises(NoEngine, match="is quarantined"):
             router.serve_version(0, None)
         assert events.of("quarantined")[0]["why"] == "not ours"
@@ -126,7 +127,7 @@ def test_an_engine_of_other_numerics_is_let_in_only_where_nobody_objects():
 
 def test_only_engines_of_the_version_serve_and_they_come_as_they_catch_up():
     engines = OneEngine(), OneEngine()
-    with fleet(*engines, settings=dataclasses.replace(FAST, settle=0.0, patience=1.0)) as (router, _):
+    with fleet(*engines, settings=dataclasses.replace(FAST, settle=0.0)) as (router, _):
         engines[0].service.change_weights(lambda: engines[0].engine.set_version(3))
         router.serve_version(3, None)
         made = router.generate(PROMPTS, SAMPLING, 3)
@@ -134,6 +135,7 @@ def test_only_engines_of_the_version_serve_and_they_come_as_they_catch_up():
         assert engines[1].made() == 0
         engines[1].service.change_weights(lambda: engines[1].engine.set_version(3))
         until(lambda: router.take_metrics()["fleet/engines"] == 2)
+        router._members.settings = dataclasses.replace(FAST, patience=0.5)
         with pytest.raises(NoEngine, match="version 4"):
             router.serve_version(4, None)
 
@@ -314,6 +316,7 @@ def test_an_engine_with_another_runs_weights_serves_nothing(expected):
     settings = dataclasses.replace(FAST, settle=0.1)
     with fleet(pinned, free, ours, settings=settings, holder="new", term=1) as (router, events):
         router.serve_version(0, None)  # all of them have a version 0
+        until(lambda: events.of("quarantined"))
         [out] = events.of("quarantined")
         assert out["engine"].startswith("r0/")
         assert out["why"] == "it follows run old, and this is new; start it anew, or with --any-run"
@@ -329,5 +332,6 @@ def test_why_no_engine_serves_is_said():
         router.serve_version(0, None)
         with fleet(settings=dataclasses.replace(FAST, patience=0.5), holder="run", term=1) as (late, _):
             late.join(engine.url, "r0")
+            until(lambda: late.members()[0]["status"] == "quarantined")
             with pytest.raises(NoEngine, match=r"is quarantined: .*term 1 of run is over: term 2 drives this engine"):
                 late.serve_version(0, None)
