@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import suppress
 
 import httpx
@@ -19,6 +18,7 @@ from rlloop.tasks.episodes import Episodes, EpisodeServer
 from rlloop.tasks.verifiers_tasks import not_a_chain
 from rlloop.types import Completion
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +127,16 @@ def test_a_time_limit_stands_still_while_nothing_advances(server, engine):
     episodes = server.episodes()
 
     async def limited() -> None:
-        async with episodes.limit(1.0):
+        async with episodes.limit(60.0):
             await asyncio.Event().wait()
 
     done = episodes.begin(asyncio.sleep(0))
     waiting = episodes.begin(limited())
     episodes.advance(engine, done.done)
-    time.sleep(1.5)
-    assert not waiting.done()
+    until(lambda: [limit.when() for limit in list(episodes._limits)] == [None])
+    [limit] = episodes._limits
+    assert 0.0 < episodes._limits[limit] <= 60.0
+    episodes._limits[limit] = 0.01  # nearly over
     episodes.advance(engine)
     assert isinstance(waiting.exception(), TimeoutError)
 

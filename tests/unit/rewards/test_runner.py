@@ -75,7 +75,7 @@ def test_a_reward_that_always_hangs_is_given_up_before_the_batch_has_taken_hours
 
     tried, runner = [], RewardRunner(hang, timeout=0.1)
     outcomes = runner.score(requests(*map(str, range(100))))
-    assert tried == list(map(str, range(HOPELESS)))
+    until(lambda: sorted(tried) == list(map(str, range(HOPELESS))))  # a busy machine begins one after its time
     assert {outcome.kind for outcome in outcomes} == {"timeout"}
     assert len(outcomes) == 100
     assert outcomes[-1].message == f"not tried: the first {HOPELESS} took longer than 0.1 s"
