@@ -170,7 +170,8 @@ class Sampling:
 
     @property
     def waiting(self) -> int:
-        return sum(len(calls) for calls in self._calls.values())
+        """For any thread."""
+        return sum(len(calls) for calls in list(self._calls.values()))
 
     def add(self, call: SampleCall) -> None:
         self._calls.setdefault(call.sampler.owner, deque()).append(call)

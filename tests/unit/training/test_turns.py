@@ -1,11 +1,15 @@
 """Turns of the service's one thread, by a clock that only work moves."""
 
 import threading
+from collections import deque
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from rlloop.training.lanes import Lane, Worker
+from rlloop.training.provenance import SampledSequences
+from rlloop.training.sampling import Sampling
 
 
 class Slow(Lane):
@@ -135,3 +139,15 @@ def test_an_engine_has_a_share_for_each_model_that_samples():
     engine, lanes = Slow(clock, 0.05, weight=4), [Slow(clock, 0.05) for _ in range(4)]
     run(clock, [engine, *lanes], until=40.0)
     assert abs(used([engine])[0] - sum(used(lanes))) <= 0.5
+
+
+def test_requests_may_begin_while_another_thread_counts_them():
+    class Begins(deque[Any]):
+        def __len__(self) -> int:
+            sampling._calls[str(len(sampling._calls))] = self
+            return 1
+
+    engine: Any = None
+    sampling = Sampling(engine, SampledSequences(1), max_running=1)
+    sampling._calls["first"] = Begins()
+    assert sampling.waiting == 1
