@@ -46,6 +46,7 @@ class FakeTraining:
         self.gate = threading.Event()
         self.gate.set()
         self._worker = ThreadPoolExecutor(1)
+        self._disk = threading.Lock()  # no thread sees half a checkpoint
 
     def _do(self, work, *call: object) -> Future:
         def run():
@@ -143,10 +144,11 @@ class FakeTraining:
             if overwrite != "equal" or self._read(path) != self.weights[model_id]:
                 raise ConfigError(f"there is a checkpoint {path} already")
             return path
-        self._file(path).mkdir(parents=True, exist_ok=True)
         expires = None if ttl_seconds is None else time.time() + ttl_seconds
         facts = {"weights": self.weights[model_id], "path": path, "time": time.time(), "expires": expires}
-        (self._file(path) / "weights").write_text(json.dumps(facts))
+        with self._disk:
+            self._file(path).mkdir(parents=True, exist_ok=True)
+            (self._file(path) / "weights").write_text(json.dumps(facts))
         return path
 
     def save_weights(self, model_id, name, *, overwrite=False, ttl_seconds=None, user_metadata=None):
@@ -181,8 +183,9 @@ class FakeTraining:
 
     def checkpoints(self, model_id=None):
         found = []
-        for folder in sorted(self.folder.glob("*__*")):
-            facts = json.loads((folder / "weights").read_text())
+        with self._disk:
+            every = [json.loads((folder / "weights").read_text()) for folder in sorted(self.folder.glob("*__*"))]
+        for facts in every:
             run, kind, name = facts["path"].removeprefix("tinker://").split("/")
             if model_id in (None, run):
                 type_ = "training" if kind == "weights" else "sampler"
@@ -198,13 +201,15 @@ class FakeTraining:
         return self._file(path)
 
     def delete_checkpoint(self, path):
-        (self.checkpoint_folder(path) / "weights").unlink()
-        self._file(path).rmdir()
+        with self._disk:
+            (self.checkpoint_folder(path) / "weights").unlink()
+            self._file(path).rmdir()
 
     def set_checkpoint_ttl(self, path, ttl_seconds):
-        facts = json.loads((self.checkpoint_folder(path) / "weights").read_text())
-        facts["expires"] = None if ttl_seconds is None else time.time() + ttl_seconds
-        (self._file(path) / "weights").write_text(json.dumps(facts))
+        with self._disk:
+            facts = json.loads((self.checkpoint_folder(path) / "weights").read_text())
+            facts["expires"] = None if ttl_seconds is None else time.time() + ttl_seconds
+            (self._file(path) / "weights").write_text(json.dumps(facts))
 
     def delete_expired(self):
         return []
