@@ -5,44 +5,43 @@ ranks and the token; without one, nothing is."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rlloop import Engine, load_model
+from rlloop.models.adapter_weights import Adapter
 from rlloop.models.config import read_config
-from rlloop.numerics.ops import Ops
 from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.parity.across_ranks import of_ranks
 from rlloop.parity.first_difference import diagnose
 from rlloop.parity.monitor import Finding, TokenDifference
 from rlloop.types import Example, ModelInput, RewardResult, Sample, SamplingParams
+from tests.support.adapters import random_adapter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.image_models import image, make_image_checkpoint, prompt_with
+from tests.support.planted_faults import faulty
 from tests.support.ranks import run_ranks
 
 PROMPT = [3, 10, 17, 24, 31]  # and 17 more are drawn, of which the last is not read: 10 and 11 tokens for 2 ranks
 FAMILIES = ("qwen3", "gpt_oss", "deepseek_v32", "qwen3_5_moe", "nemotron_h")
 
 
-def faulty(op: str) -> type[Ops]:
-    """Operations of which one returns other bits."""
+def found(
+    folder: Path, layout: Layout, op: str, rank: int | None, prompt: ModelInput | list[int], adapted: bool
+) -> Finding:
+    """All ranks' finding for a token that has other bits; the trainer's `op` is at fault on `rank`, or on none.
 
-    def call(ops: Ops, *args: Any, **options: Any) -> Any:
-        result = getattr(Ops, op)(ops, *args, **options)
-        return tuple(x * 1.5 for x in result) if isinstance(result, tuple) else result * 1.5
-
-    return type("Faulty", (Ops,), {op: call})
-
-
-def found(folder: Path, layout: Layout, op: str, rank: int | None, prompt: ModelInput | list[int]) -> Finding:
-    """All ranks' finding for a token that has other bits; the trainer's `op` is at fault on `rank`, or on none."""
+    `adapted`: both have an adapter.
+    """
     context = join(torch.device("cpu"), layout)
     engine, trainer = load_model(folder), load_model(folder, context=context)
+    if adapted:
+        weights = random_adapter(engine, 0)
+        engine, trainer = (each.with_adapter(Adapter(weights, each.adapter_targets())) for each in (engine, trainer))
     if rank == context.rank:
-        trainer.ops = faulty(op)(trainer.profile)
+        trainer.ops = faulty(op)(trainer.profile).with_adapters(trainer.ops.adapters)
     sampling = SamplingParams(max_tokens=17, seed=3, ignore_eos=True)
     [made] = Engine(engine).generate([prompt], [sampling])
     sample = Sample("1/0/0", Example("0", made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=0)
@@ -51,9 +50,13 @@ def found(folder: Path, layout: Layout, op: str, rank: int | None, prompt: Model
 
 
 def findings(
-    folder: Path, layout: Layout, faults: list[tuple[str, int | None]], prompt: ModelInput | None = None
+    folder: Path,
+    layout: Layout,
+    faults: list[tuple[str, int | None]],
+    prompt: ModelInput | None = None,
+    adapted: bool = False,
 ) -> list[Finding]:
-    return [found(folder, layout, op, rank, prompt or PROMPT) for op, rank in faults]
+    return [found(folder, layout, op, rank, prompt or PROMPT, adapted) for op, rank in faults]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,3 +113,23 @@ def test_a_fault_of_one_stage_is_named_with_its_rank(tmp_path: Path) -> None:
             in finding.text
         )
     assert head.text.startswith("On each of 2 ranks: The first operation that differs: logits at lm_head"), head.text
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "ops"),
+    [
+        ("qwen3", Layout(cp=2), ("linear", "attention")),
+        ("deepseek_v32", Layout(cp=2), ("head_linear", "experts")),
+        ("qwen3", Layout(pp=2), ("linear", "attention")),
+        ("qwen3", Layout(dp_shard=2), ("linear", "logits")),
+    ],
+)
+def test_a_fault_under_an_adapter_is_named_with_its_rank(
+    tmp_path: Path, family: str, layout: Layout, ops: tuple[str, ...]
+) -> None:
+    make_checkpoint(tmp_path / family, family)
+    faults = [("", None), *((op, 1) for op in ops)]
+    [nothing, *results], _ = run_ranks(2, findings, tmp_path / family, layout, faults, None, True)
+    assert nothing.details["op"] is None, nothing.text
+    for op, finding in zip(ops, results, strict=True):
+        assert finding.text.startswith(f"On rank 1 alone: The first operation that differs: {op} at "), finding.text

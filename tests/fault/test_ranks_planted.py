@@ -5,7 +5,8 @@ import json
 import pytest
 
 from rlloop.runs.folder import read_records
-from tests.support.ranked_run import start
+from tests.support.ranked_run import on_pictures, start
+from tests.support.tiny_run import train
 
 FAULTY = """
 import os
@@ -22,11 +23,18 @@ RANK, LAST = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 class HalvesAdded(Ops):
     '''Products as ranks that split the inputs make them: an all-reduce adds their partial sums.'''
 
-    def linear(self, x, weight, *given, **options):
+    def linear(self, x, weight, bias=None, *given, **options):
         half = x.shape[-1] // 2
-        parts = (super(HalvesAdded, self).linear(x[..., at].contiguous(), weight[:, at].contiguous())
-                 for at in (slice(None, half), slice(half, None)))
+        parts = (super(HalvesAdded, self).linear(x[..., at].contiguous(), weight[:, at].contiguous(), bias)
+                 for at, bias in ((slice(None, half), bias), (slice(half, None), None)))
         return next(parts) + next(parts)
+
+
+class HalvesAddedInTower(HalvesAdded):
+    def linear(self, x, weight, bias=None, *given, **options):
+        if bias is None:  # the text's products
+            return Ops.linear(self, x, weight, bias, *given, **options)
+        return super().linear(x, weight, bias)
 
 
 class Engine(rlloop.Engine):
@@ -34,6 +42,8 @@ class Engine(rlloop.Engine):
         super().__init__(model, **settings)
         if fault == "sum":
             model.ops = HalvesAdded(model.profile)
+        if fault == "tower":
+            model.ops = HalvesAddedInTower(model.profile)
         if fault == "swap":
             tp, gather = model.context.tp, Ranks.gather
 
@@ -73,7 +83,7 @@ class Engine(rlloop.Engine):
             ParameterStore.copy_wholes = lambda store, wholes: list(wholes)
 """
 SPREAD, CUT = "trainer.layout.dp_shard=2", "rollout.layout.tp=2"
-PIECES = "trainer.shard=parameters"
+PIECES, PICTURES = "trainer.shard=parameters", "a run on pictures"
 CONTEXT = "trainer.layout.cp=2"
 STAGES = ("trainer.layout.pp=2", "trainer.layout.tp=2", "rollout.layout.pp=2", "rollout.layout.dp_shard=2")
 EACH = "On each of 2 ranks: The first operation that differs: "
@@ -86,6 +96,7 @@ EACH = "On each of 2 ranks: The first operation that differs: "
         ("sum", (SPREAD, CUT, "model.dtype=bfloat16"), EACH),
         ("sum", (SPREAD, CUT, PIECES), EACH),
         ("swap", (SPREAD, CUT), EACH),
+        ("tower", (SPREAD, CUT, PICTURES), EACH + "linear at visual.patch_embed.proj"),
         ("sum", (CONTEXT,), EACH + "linear at model.layers.0.self_attn.q_proj"),
         ("heads", (CONTEXT,), "On rank 1 alone: The first operation that differs: attention at model.layers.0 "),
         ("reported", (CONTEXT,), "this sequence shows no operation that differs"),
@@ -97,16 +108,19 @@ EACH = "On each of 2 ranks: The first operation that differs: "
         ("stale", STAGES, "Weights differ on rank 3 alone. The first on rank 3: model.layers.1."),
     ],
     ids=[
-        "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "all-reduce beside cp",
-        "heads of a cp rank", "nothing of a cp rank", "stale shard",
+        "all-reduce", "bf16 partial sum", "all-reduce beside pieces", "ranks swapped", "all-reduce in a tower",
+        "all-reduce beside cp", "heads of a cp rank", "nothing of a cp rank", "stale shard",
         "stale shard beside pieces", "stale shard of an engine's stage", "all-reduce beside stages",
         "stale whole beside stages", "stale shard of a stage",
     ],
 )  # fmt: skip
-def test_a_fault_between_ranks_is_found_and_named(tmp_path, fault, layouts, said):
+def test_a_fault_between_ranks_is_found_and_named(tmp_path, monkeypatch, fault, layouts, said):
+    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "cache"))  # of a warm start
     (tmp_path / "faulty.py").write_text(FAULTY)
     engine, size = f"rollout.engine={{_target_: faulty.Engine, fault: {fault}}}", 4 if layouts == STAGES else 2
-    ranks = start(tmp_path / "run", size, *layouts, engine, "parity.redraw=false")
+    run = on_pictures if PICTURES in layouts else train
+    overrides = [each for each in layouts if each != PICTURES]
+    ranks = start(tmp_path / "run", size, *overrides, engine, "parity.redraw=false", run=run)
     output, *_ = [rank.communicate(120)[0] for rank in ranks]
     assert ranks[0].returncode == 3, output
     assert said in output

@@ -4,7 +4,6 @@ weights among them, but under `cp`; runs have no differing token."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from rlloop.models.scoring import ScoreRow
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from rlloop.runs.folder import read_records
-from tests.support.command import Command
 from tests.support.image_models import FAMILIES, image_config, inputs, make_image_checkpoint
 from tests.support.rank_cases import CPU, bits
 from tests.support.rank_context import compared
 from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
-from tests.support.ranked_run import finish, same, start
+from tests.support.ranked_run import finish, on_pictures, same, start
 from tests.support.ranks import run_ranks
 
 # The first of two stages has the two layers that features of deepstack are added to.
@@ -122,18 +120,6 @@ def test_contexts_have_the_bits_of_one_rank(folders: dict[str, Path], size: int)
     ]
     for different in run_ranks(size, compared, list(folders.values()), size, "float32", (), 1e-4, [rows, rows[2:3]]):
         assert not different
-
-
-REWARD = "def reward(prompt, completion, example):\n    return sum(map(ord, completion)) % 5\n"
-
-
-def on_pictures(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Command:
-    """Two steps of the recipe `images`, whose reward has signal from the first one."""
-    (folder.parent / "learnable.py").write_text(REWARD)
-    few = ["rollout.num_prompts=3", "rollout.group_size=3", "trainer.num_steps=2", "checkpoint.every=2"]
-    few += ["eval.num_draws=2", "task.demonstrations=4", "task.warm_steps=2", "reward._target_=learnable.reward"]
-    command = ["train", "--config-name", "images", f"run.dir={folder}", *few, *overrides]
-    return Command(*command, cwd=folder.parent, env=env)
 
 
 def test_runs_on_pictures_have_no_differing_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

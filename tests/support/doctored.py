@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rlloop.models import Model, token_logprobs
 from rlloop.parity.first_difference import Finding, diagnose
 from rlloop.parity.monitor import compare
 from rlloop.rollout import Engine
-from rlloop.types import Example, RewardResult, Sample, SamplingParams
+from rlloop.types import Example, ModelInput, RewardResult, Sample, SamplingParams
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -26,9 +28,11 @@ CONFIG = {
 }
 
 
-def sampled(engine: Engine) -> list[Sample]:
-    prompts = [[1 + i, 2, 3 + i, 5] for i in range(4)]
-    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i in range(4)]
+PROMPTS = [[1 + i, 2, 3 + i, 5] for i in range(4)]
+
+
+def sampled(engine: Engine, prompts: Sequence[ModelInput | list[int]] = PROMPTS) -> list[Sample]:
+    params = [SamplingParams(max_tokens=12, temperature=0.8, seed=i, ignore_eos=True) for i in range(len(prompts))]
     return [
         Sample(f"1/{i}/0", Example(str(i), made.prompt_ids, "", {}), made, "", RewardResult(0.0), group=i)
         for i, made in enumerate(engine.generate(prompts, params))

@@ -1,4 +1,5 @@
-"""A fault planted in any operation of an engine, and what the doctor says to it: the table of docs/parity.md.
+"""A fault planted in any operation of an engine, its vision tower's and those under an adapter among them, and what the
+doctor says to it: the table of docs/parity.md.
 
     python -m tests.support.planted_faults
 
@@ -8,16 +9,19 @@ row; of choices, it is another choice. Nothing declares it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from rlloop.models import Model, new_model
+from rlloop.models.adapter_weights import Adapter
 from rlloop.numerics.ops import Ops
 from rlloop.rollout import Engine
+from rlloop.types import ModelInput
+from tests.support.adapters import random_adapter
 from tests.support.doctored import CONFIG as DENSE
-from tests.support.doctored import MIXTURE, diagnosed
+from tests.support.doctored import MIXTURE, PROMPTS, diagnosed, sampled
+from tests.support.image_models import image, image_config, prompt_with
 
 SPARSE = {**MIXTURE, "index_n_heads": 4}
 DELTA = {
@@ -31,6 +35,8 @@ MAMBA = {
     "layers_block_type": ["linear_attention", "mlp"], "ssm_state_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 20,
     "n_groups": 2, "tie_word_embeddings": False,
 }  # fmt: skip
+PICTURES = image_config("qwen3_vl", {})
+ADAPTER = " under an adapter"
 
 # planted -> (model, what the doctor is to call it, the module or layer that it is to name)
 FAULTS = {
@@ -57,6 +63,18 @@ FAULTS = {
     "scan": (DELTA, "scan", "model.layers.0"),
     "sigmoid_mul": (DELTA, "sigmoid_mul", "model.layers.0"),
     "relu_squared": (MAMBA, "relu_squared", "model.layers.1"),
+    "linear of a tower": (PICTURES, "linear", "visual.patch_embed.proj"),
+    "layer_norm of a tower": (PICTURES, "layer_norm", "visual.blocks.0.norm1"),
+    "rope of a tower": (PICTURES, "rope", "visual.blocks.0"),
+    "full_attention": (PICTURES, "full_attention", "visual.blocks.0"),
+    "add_layer_norm": (PICTURES, "add_layer_norm", "visual.blocks.0.norm2"),
+    "gelu": (PICTURES, "gelu", "visual.blocks.0"),
+    "linear" + ADAPTER: (DENSE, "linear", "model.layers.0.self_attn.q_proj"),
+    "attention" + ADAPTER: (DENSE, "attention", "model.layers.0"),
+    "logits" + ADAPTER: (DENSE, "logits", "lm_head"),
+    "head_linear" + ADAPTER: (SPARSE, "head_linear", "model.layers.0.self_attn.kv_b_proj"),
+    "experts" + ADAPTER: (SPARSE, "experts", "model.layers.1.mlp.experts.gate_up_proj"),
+    "full_attention" + ADAPTER: (PICTURES, "full_attention", "visual.blocks.0"),
 }
 PART = {
     "residual sum": ("rms_norm", 1), "rms_norm": ("rms_norm", 0), "route": ("route", 0), "expert choice": ("route", 1),
@@ -72,27 +90,17 @@ def off(x: Tensor, op: str) -> Tensor:
     return x * (1 + 0.3 * (1000 * x).cos()) if x.is_floating_point() else (x + 1) % MIXTURE["n_routed_experts"]
 
 
-class Faulty:
+def faulty(planted: str) -> type[Ops]:
     """`Ops` with one operation, or one of its results, that is off."""
+    op, part = PART.get(planted, (planted.partition(" ")[0], None))
 
-    fuses = False  # or the operation would be part of another
+    def wrong(ops: Ops, *args: Any, **options: Any) -> Any:
+        result = getattr(Ops, op)(ops, *args, **options)
+        if part is None:
+            return tuple(off(each, op) for each in result) if isinstance(result, tuple) else off(result, op)
+        return tuple(off(each, op) if at == part else each for at, each in enumerate(result))
 
-    def __init__(self, ops: Ops, planted: str) -> None:
-        self._ops, self.profile = ops, ops.profile
-        self._name, self._part = PART.get(planted, (planted, None))
-
-    def __getattr__(self, op: str) -> Callable[..., Any]:
-        right = getattr(self._ops, op)
-        if op != self._name:
-            return right
-
-        def wrong(*args: Any, **options: Any) -> Any:
-            result = right(*args, **options)
-            if self._part is None:
-                return off(result, op)
-            return tuple(off(part, op) if at == self._part else part for at, part in enumerate(result))
-
-        return wrong
+    return type("Faulty", (Ops,), {op: wrong, "fuses": False})  # fused, the operation would be part of another
 
 
 def sharp_model(config: dict[str, Any]) -> Model:
@@ -105,12 +113,18 @@ def sharp_model(config: dict[str, Any]) -> Model:
 
 def named(planted: str) -> dict[str, Any]:
     """The diagnosis of a fault planted in an operation."""
-    model = sharp_model(FAULTS[planted][0])
+    config = FAULTS[planted][0]
+    model = sharp_model(config)
+    if planted.endswith(ADAPTER):
+        model = model.with_adapter(Adapter(random_adapter(model, 0), model.adapter_targets()))
     engine = Engine(model)
     view = model.with_profile(model.profile)
-    view.ops = cast(Ops, Faulty(model.ops, planted))
+    view.ops = faulty(planted)(model.profile).with_adapters(model.ops.adapters)
     engine.model = view
-    return diagnosed(engine, model).details
+    prompts: list[ModelInput | list[int]] = [*PROMPTS]
+    if config is PICTURES:
+        prompts = [prompt_with([20, 21], image(8, 6, seed), [22 + seed]) for seed in range(2)]
+    return diagnosed(engine, model, sampled(engine, prompts)).details
 
 
 def main() -> None:

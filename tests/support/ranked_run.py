@@ -2,13 +2,14 @@
 several for each rank."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.support.command import Command, free_port
 from tests.support.tiny_run import history, train
 
 SMALL = "trainer.max_batch_tokens=96"
+SPELLED = "def reward(prompt, completion, example):\n    return sum(map(ord, completion)) % 5\n"
 FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json")
 
 
@@ -21,6 +22,15 @@ def start(folder: Path, size: int, *overrides: str, run: Callable[..., Command] 
         run(folder, SMALL, *overrides, env={**os.environ, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(size)
     ]
+
+
+def on_pictures(folder: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Command:
+    """Two steps of the recipe `images`, whose reward has signal from the first one."""
+    (folder.parent / "learnable.py").write_text(SPELLED)
+    few = ["rollout.num_prompts=3", "rollout.group_size=3", "trainer.num_steps=2", "checkpoint.every=2"]
+    few += ["eval.num_draws=2", "task.demonstrations=4", "task.warm_steps=2", "reward._target_=learnable.reward"]
+    command = ["train", "--config-name", "images", f"run.dir={folder}", *few, *overrides]
+    return Command(*command, cwd=folder.parent, env=env)
 
 
 def finish(ranks: list[Command]) -> str:
