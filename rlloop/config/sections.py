@@ -121,7 +121,7 @@ class RayConfig:
     gpus_per_worker: float = limited(
         1.0, GPU_SHARE
     )  # GPUs reserved by each worker, on GPUs: at 0.5, two workers of one rank share one
-    timeout: float = limited(60.0, SECONDS)  # seconds to wait for free resources
+    timeout: float = limited(60.0, SECONDS)  # seconds to wait for Ray's start (at least 30) and for free resources
     elastic: bool = False  # after the death of a rank, continue from the last checkpoint on the remaining ones
     rank_timeout: float = limited(
         600.0, SECONDS

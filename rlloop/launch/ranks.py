@@ -13,6 +13,10 @@ from rlloop.launch.ray_pool import EngineDied
 GRACE = 5.0  # seconds after a failure in which others may show that they are its cause
 
 
+class RankStalled(EngineDied):
+    """A rank made no progress for `ray.rank_timeout`; its process is there."""
+
+
 class RankFailed(EngineDied):
     """One of several ranks raised, died or made no progress, which ends them all.
 

@@ -6,17 +6,18 @@ import logging
 import math
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from rlloop.errors import ConfigError
-from rlloop.launch.ranks import GRACE, RankFailed, error_of
+from rlloop.launch.ranks import GRACE, RankFailed, RankStalled, error_of
 from rlloop.launch.ray_pool import EngineDied
 from rlloop.parallel.progress import Watch
 
@@ -41,20 +42,22 @@ def import_ray(address: str | None) -> Any:
 
 
 @contextmanager
-def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
-    """A Ray of our own, shut down at the end; or the cluster at `address`, which runs on."""
+def ray_session(ray: Any, address: str | None, cpus: float, timeout: float = 60.0) -> Iterator[None]:
+    """A Ray of our own, shut down at the end; or the cluster at `address`, which runs on. `timeout`: seconds in which
+    our own must start, at least 30."""
     if ray.is_initialized():  # a caller's: it is theirs to shut down
         yield
         return
     try:
         _require_listener(address or "")
-        ray.init(
-            address=address or "local",  # never an unrelated Ray on this machine
-            num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
-            include_dashboard=None if address else False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _own_sigterm(), nullcontext() if address else _waiting_for_node(ray, timeout):
+            ray.init(
+                address=address or "local",  # never an unrelated Ray on this machine
+                num_cpus=None if address else max(int(cpus), os.cpu_count() or 1),
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except ConnectionError as error:
         raise ConfigError(
             f"no Ray cluster answers at ray.address={address}: {error}. One that asks for a token needs "
@@ -63,7 +66,10 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
     except Exception as error:
         if address or type(error) is not Exception:  # which Ray raises where its processes are too slow to start
             raise
-        raise ConfigError(f"Ray did not start on this machine, which may be overloaded: {error}") from None
+        raise ConfigError(
+            f"Ray did not start on this machine, which may be overloaded: {error} "
+            "Give it longer by ray.timeout, or use torchrun"
+        ) from None
     # A thread of Ray's prints what became of each worker, in paragraphs and whenever it hears of it: also below the
     # error that ends the run, which says the same. This switch has no public name.
     ray._private.worker._worker_logs_enabled = False
@@ -72,6 +78,41 @@ def ray_session(ray: Any, address: str | None, cpus: float) -> Iterator[None]:
     finally:
         ray.shutdown()
         ray._private.worker._worker_logs_enabled = True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keeps this process's handler of SIGTERM, such as a run's, which saves a checkpoint: Ray's own, which takes its
+    place, would abort the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _waiting_for_node(ray: Any, seconds: float) -> Iterator[None]:
+    """Ray asks for its node until that has registered, 30 seconds at most, which nothing sets. Here each question waits
+    so long."""
+    services = ray._private.services
+    ask, until = services.get_node, time.monotonic() + seconds
+
+    def get_node(*args: Any) -> Any:
+        while True:
+            try:
+                return ask(*args)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
 
 
 def _require_listener(address: str) -> None:
@@ -157,7 +198,7 @@ class RayHandle:
                     until = min(until, time.monotonic() + GRACE)
             if not failures and not ended and (stalled := self._stalled()) is not None:
                 rank, known = stalled
-                failures[rank], until = EngineDied(known, died=False), 0.0
+                failures[rank], until = RankStalled(known, died=False), 0.0
         if not failures:
             return self._ray.get(calls[0])
         error = error_of(failures, len(calls))

@@ -28,7 +28,7 @@ from rlloop.launch.kernels import compile_if_new
 from rlloop.launch.layouts import check_launch, check_task
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
-from rlloop.launch.ranks import RankFailed, remaining
+from rlloop.launch.ranks import RankFailed, RankStalled, remaining
 from rlloop.launch.ray_pool import EngineDied
 from rlloop.launch.signals import Interrupts
 from rlloop.launch.timeline import Timeline
@@ -121,7 +121,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
                 raise
             folder.log(f"stopped: {error}")
             conclude("parity broken" if isinstance(error, ParityError) else "failed")
-            if isinstance(error, EngineDied) and error.died:
+            if isinstance(error, EngineDied) and (error.died or isinstance(error.__cause__, RankStalled)):
                 again = f"To resume from the last checkpoint, in this or another layout: {_again(job, leader)}"
                 error.args = (f"{str(error).rstrip('.')}. {again}",)
             raise

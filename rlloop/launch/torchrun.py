@@ -38,7 +38,7 @@ from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError
 from rlloop.launch.layouts import Machine, check_model
 from rlloop.launch.prepare import Prepared, loss_of
-from rlloop.launch.ranks import GRACE, error_of
+from rlloop.launch.ranks import GRACE, RankStalled, error_of
 from rlloop.launch.ray_pool import EngineDied, RemoteEngine, remote_parts
 from rlloop.launch.workers import Colocated
 from rlloop.loop.parts import Parts
@@ -216,7 +216,7 @@ class LeadingHandle:
                 break
             failures = self._failures(6 * SILENT)
             if not failures and (stalled := self._watch.stalled(self._timeout)) is not None:
-                failures[stalled[0]] = EngineDied(stalled[1], died=False)
+                failures[stalled[0]] = RankStalled(stalled[1], died=False)
         until = time.monotonic() + max(GRACE, SILENT) + 1
         while len(failures) < self.size and time.monotonic() < until:  # the cause may be another's
             time.sleep(0.2)

@@ -161,10 +161,11 @@ class Watch:
             key=lambda each: (not self._absent(each), each not in silent, self._seen[each].report[1]),
         )
         states = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
-        why = "no progress for {:g} s"
+        limit = f"{timeout:g} s (ray.rank_timeout)"
+        why = f"no progress for {limit}"
         if self._absent(rank):
-            why = "no report within {:g} s: not started, or ended at once"
-        return rank, f"{why.format(timeout)}. Of all ranks: {states}"
+            why = f"no report within {limit}: not started, or ended at once"
+        return rank, f"{why}. Of all ranks: {states}"
 
     def _absent(self, rank: int) -> bool:
         """True if a rank has never reported; rank 0, which watches, is here."""

@@ -97,7 +97,8 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
     os.kill(ranks[1].pid, signal.SIGCONT)
     _, codes = ended(ranks)
     assert codes[0] == 1, output
-    assert "rlloop: rank 1 of 2: no progress for 20 s. Of all ranks: rank 0 " in output
+    assert "rlloop: rank 1 of 2: no progress for 20 s (ray.rank_timeout). Of all ranks: rank 0 " in output
+    assert ". To resume from the last checkpoint, in this or another layout: torchrun --nproc-per-node 2 -m " in output
 
 
 def test_a_rank_that_never_came_is_named(tmp_path):
@@ -106,7 +107,8 @@ def test_a_rank_that_never_came_is_named(tmp_path):
     os.kill(ranks[2].pid, signal.SIGKILL)
     output, codes = ended(ranks)
     assert codes[0] == 1, output
-    assert "rlloop: rank 2 of 3: no report within 30 s: not started, or ended at once. Of all ranks: rank 0 " in output
+    named = "rlloop: rank 2 of 3: no report within 30 s (ray.rank_timeout): not started, or ended at once. Of all ranks"
+    assert f"{named}: rank 0 " in output
     assert output.count("has not reported") == 1, output
 
 

@@ -62,7 +62,8 @@ def test_a_rank_that_stands_still_ends_the_run_and_is_named(tmp_path):
     """After `ray.rank_timeout`, within which Ray's processes must have started."""
     owner = uuid.uuid4().hex
     output = ended_by(signal.SIGSTOP, tmp_path / "run", owner, "ray.rank_timeout=60")
-    named = re.search(r"rlloop: rank ([01]) of 2: no progress for 60 s\. Of all ranks: (.*)", output)
+    stood = r"rlloop: rank ([01]) of 2: no progress for 60 s \(ray\.rank_timeout\)\. Of all ranks: (.*)\. To resume"
+    named = re.search(stood, output)
     assert named, output
     silent = [state for state in named[2].split("; ") if "reports no more" in state]
     assert [state.partition(" (")[0].split()[1] for state in silent] == [named[1]], output

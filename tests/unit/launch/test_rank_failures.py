@@ -1,6 +1,7 @@
 """Errors made from failures of ranks, and reports of their progress."""
 
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -64,10 +65,44 @@ def test_a_ray_that_is_too_slow_to_start_is_refused_in_a_line():
     def times_out(**given):
         raise Exception("The current node timed out during startup.")  # as `ray._private.node` does, after 30 seconds
 
-    slow = SimpleNamespace(is_initialized=lambda: False, init=times_out)
-    said = "Ray did not start on this machine, which may be overloaded: The current node timed out"
-    with pytest.raises(ConfigError, match=said), ray_session(slow, None, 2.0):
+    said = "Ray did not start on this machine, which may be overloaded: The current node timed out during startup. Give"
+    with pytest.raises(ConfigError, match=said), ray_session(a_ray(times_out), None, 2.0):
         pass
+
+
+def a_ray(init, get_node=None):
+    private = SimpleNamespace(services=SimpleNamespace(get_node=get_node), worker=SimpleNamespace())
+    return SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None, _private=private)
+
+
+def test_a_node_that_ray_has_not_found_yet_is_asked_for_until_the_timeout():
+    answers, asked = iter([RuntimeError("none yet"), RuntimeError("none yet"), {"port": 1}]), []
+
+    def get_node(*args):
+        asked.append(args)
+        if isinstance(answer := next(answers), RuntimeError):
+            raise answer
+        return answer
+
+    def init(**given):
+        assert ray._private.services.get_node("address", "node") == {"port": 1}
+
+    ray = a_ray(init, get_node)
+    with ray_session(ray, None, 2.0, timeout=60.0):
+        assert asked == [("address", "node")] * 3
+        assert ray._private.services.get_node is get_node
+
+
+def test_ray_does_not_take_the_place_of_a_handler_of_sigterm():
+    def handler(number, frame):
+        pass
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with ray_session(a_ray(lambda **given: signal.signal(signal.SIGTERM, signal.SIG_DFL)), None, 2.0):
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def report(store, rank, beat, count, what):
