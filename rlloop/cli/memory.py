@@ -128,6 +128,9 @@ def _engine_layout(config: ModelConfig, degrees: Sequence[str], gpus: int) -> La
         found[axis] = int(degree)
     layout = Layout(**{**found, "dp_replicate": 1})  # which counts whole engines
     if gpus % layout.world_size:
-        raise ConfigError(f"--rollout-layout has {layout.world_size} ranks, which must divide --gpus ({gpus})")
+        fits = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
+        raise ConfigError(
+            f"--rollout-layout has {layout.world_size} ranks, which must divide --gpus ({gpus}); give it one of {fits}"
+        )
     check_placement(config, {"rollout.layout": layout})
     return layout

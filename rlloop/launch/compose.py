@@ -313,9 +313,10 @@ def _explain_missing(error: MissingConfigException, folder: Path) -> str:
 
 
 def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) -> str:
-    override = next(
-        (text for text in overrides if f"{text.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None
-    )
+    names = {text: f"{text.lstrip('+~').partition('=')[0]}." for text in overrides}
+    override = next((text for text, name in names.items() if name.startswith(f"{key}.")), None)
+    if override is None:  # a mapping may hold the key, as {pt: 2} does
+        override = next((text for text, name in names.items() if f"{key}.".startswith(name)), None)
     if override is None:
         return f"{folder / stem}.yaml: there is no key {key}" + _nearest(
             key, flat_keys(OmegaConf.structured(RunConfig))
@@ -327,7 +328,10 @@ def _explain_key(key: str, folder: Path, stem: str, overrides: Sequence[str]) ->
         return (
             f"{override!r}: the recipe has no key {key}{hint}; {parent} is free, so a new one is added by +{override}"
         )
-    return f"{override!r}: there is no key {key}" + _nearest(key, known)
+    written = max(names[override], f"{key}.", key=len)
+    ends = [name for name in known if f".{name}.".endswith(f".{written}")]  # as of layout.tp, or tp
+    hint = f"; did you mean {' or '.join(ends[:2])}?" if ends else _nearest(key, known)
+    return f"{override!r}: there is no key {key}{hint}"
 
 
 def _nearest(key: str, known: list[str]) -> str:

@@ -73,7 +73,7 @@ def test_they_are_listed_and_the_layout_is_in_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("tp=3", "--rollout-layout has 3 ranks, which must divide --gpus (2)"),
+        ("tp=3", "--rollout-layout has 3 ranks, which must divide --gpus (2); give it one of 1, 2"),
         ("heads=2", "--rollout-layout is 'heads=2'; it must be degrees of rollout.layout, such as tp=2"),
         ("tp=two", "--rollout-layout is 'tp=two'"),
         ("cp=2", "an engine does not split sequences"),

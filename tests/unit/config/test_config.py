@@ -72,7 +72,12 @@ def test_the_working_folder_comes_before_what_ships(working_folder, monkeypatch)
     ("override", "says"),
     [
         ("trainer.lrr=1", "no key trainer.lrr; did you mean trainer.lr"),
-        ("lr=1", "no key lr; did you mean trainer.lr or model.lora?"),
+        ("lr=1", "no key lr; did you mean trainer.lr or algorithm.critic.lr?"),
+        ("layout.tp=2", "no key layout; did you mean trainer.layout.tp or rollout.layout.tp?"),
+        (
+            "trainer.layout={tp: 2, ppp: 3}",
+            "3}': there is no key trainer.layout.ppp; did you mean trainer.layout.pp?",
+        ),
         ("rollout.groupsize=4", "did you mean rollout.group_size"),
         ("rewards._target_=x", "no key rewards; did you mean reward?"),
         ("reward.weight=1", "reward is free, so a new one is added by +reward.weight=1"),
