@@ -18,6 +18,7 @@ from rlloop.models.placement import check_placement
 from rlloop.parallel.layout import Layout
 from rlloop.protocols import MakesModel, Task
 from rlloop.rollout.vllm.stock_models import check_stock_model
+from rlloop.sync.bits import processors
 
 
 class Machine(NamedTuple):
@@ -52,6 +53,24 @@ def check_launch(config: RunConfig, processes: int, machines: Callable[[], Seque
     raise ConfigError(
         f"{layouts}, and torchrun has started {processes} processes. Start it with --nproc-per-node {size}"
         f"{_by_dp_shard(*config.layouts, processes)}"
+    )
+
+
+def crowd(config: RunConfig, neighbours: int = 1) -> str:
+    """A note of more ranks than CPUs on this machine, which only slow each other; empty where there is none.
+
+    `neighbours`: processes that torchrun has started here.
+    """
+    if config.device != "cpu":
+        return ""
+    if config.launch is Launch.ray and config.ray.address is None:
+        neighbours = config.world.size + config.replicas * config.world.engine.world_size
+    cpus = processors()
+    if neighbours <= cpus:
+        return ""
+    return (
+        f"{neighbours} processes share {cpus} CPU{'s' * (cpus != 1)} and the memory of this machine: fewer ranks, by "
+        "trainer.layout and rollout.layout, start sooner and are as fast"
     )
 
 

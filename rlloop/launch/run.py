@@ -25,7 +25,7 @@ from rlloop.errors import ParityError, RlloopError
 from rlloop.launch.callbacks import Callbacks
 from rlloop.launch.garbage import collect_rarely
 from rlloop.launch.kernels import compile_if_new
-from rlloop.launch.layouts import check_launch, check_task
+from rlloop.launch.layouts import check_launch, check_task, crowd
 from rlloop.launch.local import local_parts
 from rlloop.launch.prepare import Prepared, prepare
 from rlloop.launch.ranks import RankFailed, RankStalled, remaining
@@ -90,6 +90,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         prepared = prepare(job.config, job.reward)
         stack.callback(prepared.scorer.close)
         check_task(job.config, prepared.task)
+        if note := crowd(job.config, 1 if leader is None else leader.here.neighbours or 1):
+            say(note)
         check_certificate(job.config.certificate)
         if job.config.device == "cpu":
             compile_if_new(job.config.model.dtype, say)

@@ -9,7 +9,8 @@ from rlloop.config.rollout import RolloutConfig
 from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
-from rlloop.launch.layouts import check_launch
+from rlloop.launch import layouts
+from rlloop.launch.layouts import check_launch, crowd
 from rlloop.parallel.layout import Layout
 
 
@@ -88,6 +89,17 @@ def test_several_ranks_need_a_launcher_which_is_named():
             check_launch(config({"tp": 2}), processes)
     with pytest.raises(ConfigError, match="launch=ray starts its own processes, and torchrun has started 2"):
         check_launch(config({"dp_shard": 2}, launch=Launch.ray), 2)
+
+
+def test_more_ranks_than_cpus_are_noted(monkeypatch):
+    monkeypatch.setattr(layouts, "processors", lambda: 4)
+    assert crowd(config({"dp_shard": 4}, launch=Launch.ray)) == ""
+    assert "5 processes share 4 CPUs" in crowd(config({"dp_shard": 4}, launch=Launch.ray, ray=RayConfig(replicas=1)))
+    assert "8 processes share 4 CPUs" in crowd(config({"dp_shard": 8}), 8)
+    assert crowd(config({"dp_shard": 8}), 4) == "", "the others are on another machine"
+    elsewhere = RayConfig(address="10.0.0.1:6379")
+    for other in ({"ray": elsewhere}, {"device": "cuda"}):
+        assert crowd(config({"dp_shard": 8}, launch=Launch.ray, **other)) == ""
 
 
 def test_what_needs_one_rank_is_refused_with_several():
