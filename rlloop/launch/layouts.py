@@ -69,8 +69,8 @@ def crowd(config: RunConfig, neighbours: int = 1) -> str:
     if neighbours <= cpus:
         return ""
     return (
-        f"{neighbours} processes share {cpus} CPU{'s' * (cpus != 1)} and the memory of this machine: fewer ranks, by "
-        "trainer.layout and rollout.layout, start sooner and are as fast"
+        f"{neighbours} processes share {cpus} CPU{'s' * (cpus != 1)} and the memory of this machine: fewer, by "
+        "trainer.layout, rollout.layout or ray.replicas, start sooner and are as fast"
     )
 
 
