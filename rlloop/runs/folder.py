@@ -72,6 +72,8 @@ class RunFolder:
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
+            if not (path / "config.yaml").exists() and (other := next(path.glob("*/parity.jsonl"), None)):
+                raise RunError(f"{path} holds other runs, such as {other.parent}; choose a run.dir of this run's own")
             self._is_new = not path.exists() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             for target, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):

@@ -166,6 +166,12 @@ def test_two_processes_cannot_hold_one_folder_nor_one_a_models(tmp_path):
         RunFolder(tmp_path / "model")
 
 
+def test_a_run_does_not_hide_the_runs_below_its_folder(tmp_path):
+    filled(tmp_path / "runs", last=1).__exit__()
+    with pytest.raises(RunError, match="runs holds other runs, such as .*runs/run; choose a run.dir of this run's own"):
+        RunFolder(tmp_path / "runs")
+
+
 def test_nor_after_somebody_deleted_the_lock(tmp_path):
     with RunFolder(tmp_path / "run"):
         (tmp_path / "run" / ".lock").unlink()
