@@ -138,9 +138,9 @@ def print_summary(
     def series(name: str) -> list[float]:
         return [record[name] for record in records if record.get(name) is not None]
 
-    table = Table(
-        title=f"{folder}: {summary['status']} at step {summary['step']}", show_header=False, title_justify="left"
-    )
+    title = f"{folder}: {summary['status']} at step {summary['step']}"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)  # a table would break it
+    table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     means = [summary[name].get("best") for name in (["eval/reward"] if offline else ["eval/reward", "reward/mean"])]
