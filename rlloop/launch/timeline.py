@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -32,6 +33,7 @@ class Timeline:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step > 0 and self._first is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints its own starts and stops below it
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._first, self._profiler = step, torch.profiler.profile(activities=activities)
             self._profiler.start()
