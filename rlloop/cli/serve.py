@@ -61,8 +61,11 @@ def _create_folder(folder: Path, option: str) -> Path:
 
 def _create_token(file: Path) -> Path:
     """Write a new token to the file if it does not exist."""
-    with contextlib.suppress(FileExistsError), open(file, "x", opener=_open_private) as new:
-        new.write(secrets.token_hex(32) + "\n")
+    try:
+        with contextlib.suppress(FileExistsError), open(file, "x", opener=_open_private) as new:
+            new.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the token {file} cannot be written: {error.strerror}; choose another --signing-key") from None
     print(f"rlloop trainer: the fleet's token is in {file}; give it to engines and relays by --token-file", flush=True)
     return file
 

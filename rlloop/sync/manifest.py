@@ -279,12 +279,16 @@ def hash_of(blob: bytes | bytearray | memoryview) -> bytes:
 
 
 def new_key(path: Path) -> Ed25519PrivateKey:
-    """Write a new private key to `path` (PEM, mode 0600), and its public key to `path`.pub (hexadecimal)."""
+    """Write a new private key to `path` (PEM, mode 0600), and its public key to `path`.pub (hexadecimal).
+    Raises `ConfigError` if they cannot be written."""
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(pem)
-    path.with_name(path.name + ".pub").write_text(public_hex(key) + "\n")
+    try:
+        path.touch(mode=0o600, exist_ok=False)
+        path.write_bytes(pem)
+        path.with_name(path.name + ".pub").write_text(public_hex(key) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the signing key {path} cannot be written: {error.strerror}; choose another path") from None
     return key
 
 

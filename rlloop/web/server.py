@@ -77,7 +77,10 @@ class Listen:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"the port is {self.port}; it must be 0 (any free one) to 65535")
         if self.token is not None and len(self.token) < SHORTEST_TOKEN:
-            raise ConfigError(f"the token has {len(self.token)} characters; it must have at least {SHORTEST_TOKEN}")
+            raise ConfigError(
+                f"the token has {len(self.token)} characters; it must have at least {SHORTEST_TOKEN}, as "
+                "`openssl rand -hex 32` makes it"
+            )
         bearer(self.token)
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("TLS needs both a certificate and its key; one of the two was given")

@@ -251,6 +251,7 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
         (["verify", "recipes"], "recipes is not a run's folder"),
         (["compare", "a", "b", "-o", "/dev/null/report.html"], "its folder cannot be created: "),
         (["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "/dev/null/c"], "folder /dev/null/c cannot"),
+        (["serve", "trainer", "--store", "w", "--signing-key", "/proc/k", "--run-id", "r"], "k.token cannot be wr"),
         (["serve", "relay", "--upstream", "trainer:7000", "--cache", "c"], "write http://trainer:7000"),
         ([*RELAY, "--port", "70000"], "the port is 70000; it must be 0"),
         ([*RELAY, "--certificate", "no.pem", "--key", "no.pem"], "certificate no.pem and key no.pem cannot be used"),
