@@ -6,6 +6,7 @@ Compiled kernels are kept in it as well (`rlloop.numerics.folders`).
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +28,18 @@ def cache_root() -> Path:
         ) from None
 
 
-def made_once(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name` in the cache. At first use `make(folder)` writes it, under another name until it is whole."""
+def made_once(name: str, make: Callable[[Path], object], says: str = "") -> Path:
+    """The folder `name` in the cache. At first use `make(folder)` writes it, under another name until it is whole;
+    `says` is printed before, for what takes long."""
     root = cache_root()
     if not (root / name).exists():
+        if says:
+            print(says, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
             make(Path(scratch) / "made")
-            (Path(scratch) / "made").rename(root / name)
+            try:
+                (Path(scratch) / "made").rename(root / name)
+            except OSError:  # another process was faster: its equal work stays
+                if not (root / name).exists():
+                    raise
     return root / name

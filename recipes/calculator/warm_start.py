@@ -37,7 +37,8 @@ def warm_started(demonstrations: int, steps: int) -> Path:
             trainer.optim_step()
         trainer.save(folder)
 
-    return made_once(f"calculator-{demonstrations}-{steps}-v{VERSION}", make)
+    says = f"warm start, once: {steps} supervised steps on generated demonstrations, half a minute or so"
+    return made_once(f"calculator-{demonstrations}-{steps}-v{VERSION}", make, says)
 
 
 def _sequence(chat: ChatTokenizer, problem: Problem) -> TrainSequence:

@@ -96,4 +96,5 @@ def warm_started(demonstrations: int, steps: int) -> Path:
             trainer.optim_step()
         trainer.save(folder)
 
-    return made_once(f"images-{demonstrations}-{steps}-v{VERSION}", make)
+    says = f"warm start, once: {steps} supervised steps on generated demonstrations, half a minute or so"
+    return made_once(f"images-{demonstrations}-{steps}-v{VERSION}", make, says)

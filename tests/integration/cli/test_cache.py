@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlloop.cache import cache_root
+from rlloop.cache import cache_root, made_once
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.numerics.folders import kernel_folder, private
@@ -38,6 +38,23 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main(["dashboard", str(tmp_path), "--port", "0"]) == 2  # before it listens for browsers
     assert "it is read-only" in capsys.readouterr().err
+
+
+def test_what_takes_long_says_so_once_and_two_processes_may_make_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / "cache"))
+    made = []
+
+    def make(folder: Path) -> None:
+        if not made:
+            made.append("first")
+            made_once("model", make)  # as another process that is faster
+        folder.mkdir()
+        (folder / "file").touch()
+
+    for _ in range(2):
+        assert (made_once("model", make, "a minute") / "file").exists()
+    assert capsys.readouterr().err == "a minute\n"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model"]
 
 
 def somebody_elses(folder: Path, monkeypatch) -> None:
