@@ -49,8 +49,9 @@ function markTabs() {
 
 const STATUS = { live: "live", finished: "finished", stopped: "stopped", "parity broken": "bad", failed: "bad" };
 
-// Runs that pass the filter.
-const found = () => [...state.runs.values()].filter((run) => [run.id, run.status, run.note, ...run.tags].join(" ").toLowerCase().includes($("filter").value.toLowerCase()));
+// Runs that pass the filter; those in no folder first, since folders have headings.
+const found = () => [...state.runs.values()].filter((run) => [run.id, run.status, run.note, ...run.tags].join(" ").toLowerCase().includes($("filter").value.toLowerCase()))
+  .sort((a, b) => a.id.includes("/") - b.id.includes("/"));
 
 function listRuns() {
   listed = JSON.stringify([...state.runs]);
@@ -58,7 +59,7 @@ function listRuns() {
   $("runs-toggle").textContent = `Runs: ${state.chosen.length} of ${state.runs.size} shown`;
   $("runs").replaceChildren(...found().flatMap((run) => {
     const parent = run.id.includes("/") ? run.id.slice(0, run.id.lastIndexOf("/")) : "";
-    const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent || "not in a folder")];
+    const heading = parent === folder ? [] : [h("li", { class: "folder" }, parent)];
     folder = parent;
     const order = state.chosen.indexOf(run.id);
     const { colour, dash } = look(Math.max(0, order));
