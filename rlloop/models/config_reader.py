@@ -57,13 +57,13 @@ class Keys:
     `where_null` has given the value that it means to transformers.
     """
 
-    def __init__(self, raw: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(self, raw: Mapping[str, Any], prefix: str = "", file: str = "config.json") -> None:
         self._left = dict(raw)
-        self._prefix = prefix
+        self._prefix, self._file = prefix, file
 
     def copy(self) -> Keys:
         """A copy, to read a key without consuming it."""
-        return Keys(self._left, self._prefix)
+        return Keys(self._left, self._prefix, self._file)
 
     def has(self, name: str) -> bool:
         return self._left.get(name) is not None
@@ -118,7 +118,7 @@ class Keys:
         """Consume an object, to read its keys in turn."""
         if not isinstance(value := self.take(name), dict):
             self.refuse(name, value, "an object")
-        return Keys(value, f"{self._prefix}{name}.")
+        return Keys(value, f"{self._prefix}{name}.", self._file)
 
     def fixed(self, name: str, *allowed: Any, null: bool = True) -> None:
         """Consume a key supported with these values only, each of which means the same as a missing key."""
@@ -129,19 +129,19 @@ class Keys:
 
     def refuse(self, name: str, value: Any, allowed: str) -> NoReturn:
         shown = "null" if value is None else repr(value)
-        raise ModelError(f"config.json: {self._prefix}{name} is {shown}; supported is {allowed}")
+        raise ModelError(f"{self._file}: {self._prefix}{name} is {shown}; supported is {allowed}")
 
     def refuse_the_rest(self) -> None:
         unknown = sorted(name for name, value in self._left.items() if value is not None and name not in INERT)
         if unknown:
             raise ModelError(
-                f"config.json: rlloop does not know what {', '.join(self._prefix + name for name in unknown)} would "
+                f"{self._file}: rlloop does not know what {', '.join(self._prefix + name for name in unknown)} would "
                 "change; remove it if it changes nothing"
             )
 
     def _take_or(self, name: str, default: Any) -> Any:
         if name not in self._left and default is ASKED:
-            raise ModelError(f"config.json has no {self._prefix}{name}")
+            raise ModelError(f"{self._file} has no {self._prefix}{name}")
         return self._left.pop(name, default)
 
 

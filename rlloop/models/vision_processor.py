@@ -264,12 +264,12 @@ def _opened(content: bytes, *, decode: bool = True) -> Any:
 def _read_folder(folder: str | Path, vision: VisionConfig) -> ImageProcessor:
     file = Path(folder) / FILE
     if file.is_file():
-        return _read(Keys(read_json(file)), vision, file)
+        return _read(Keys(read_json(file), file=file.name), vision, file)
     whole = file.with_name("processor_config.json")  # transformers 5 saves all of a processor in one file
     section = read_json(whole).get("image_processor") if whole.is_file() else None
     if not isinstance(section, dict):
         raise ModelError(f"{folder} has no {FILE}, which says how its images are cut; copy the released one")
-    return _read(Keys(section), vision, whole)
+    return _read(Keys(section, file=whole.name), vision, whole)
 
 
 def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:
@@ -297,7 +297,7 @@ def _read(keys: Keys, vision: VisionConfig, file: Path) -> ImageProcessor:
         if keys.has(older):
             size = {name: keys.count(older, most=1 << 40), **size}
         keys.take(older)
-    edges = Keys(size, "size.")
+    edges = Keys(size, "size.", file.name)
     least, most = (edges.count(name, default, most=1 << 40) for name, default in (
         ("shortest_edge", 56 * 56), ("longest_edge", 28 * 28 * 1280)
     ))  # fmt: skip
