@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlloop.cli.parser import new_parser
+from rlloop.errors import ConfigError
 
 SHOWN_PROBLEMS = 20  # of each check
 
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--witness", type=Path, metavar="FILE", help="file written by certificate.witness")
     args = parser.parse_args(arguments)
+    if args.witness is not None and not args.witness.is_file():
+        raise ConfigError(f"--witness {args.witness} is not a file; give the one that certificate.witness names")
 
     from rich.console import Console
 
