@@ -65,7 +65,9 @@ def _create_token(file: Path) -> Path:
         with contextlib.suppress(FileExistsError), open(file, "x", opener=_open_private) as new:
             new.write(secrets.token_hex(32) + "\n")
     except OSError as error:
-        raise ConfigError(f"the token {file} cannot be written: {error.strerror}; choose another --signing-key") from None
+        raise ConfigError(
+            f"the token {file} cannot be written: {error.strerror}; choose another --signing-key"
+        ) from None
     print(f"rlloop trainer: the fleet's token is in {file}; give it to engines and relays by --token-file", flush=True)
     return file
 

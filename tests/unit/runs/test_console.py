@@ -231,8 +231,8 @@ def test_a_long_path_is_not_cut_short():
     console = plain(width=60)
     folder = Path("runs") / ("trainer.lr=0.0005," * 4)
     print_summary(console, folder, summarize([{"step": 1, **STEP}], "finished"))
-    lines = said(console).splitlines()
-    assert {f"{folder}: finished at step 1", f"{folder}/curve.png", f"{folder}/rollouts"} <= set(lines)  # none is broken
+    wanted = {f"{folder}: finished at step 1", f"{folder}/curve.png", f"{folder}/rollouts"}
+    assert wanted <= set(said(console).splitlines())  # none is broken
 
 
 def test_numbers_for_people():

@@ -168,7 +168,9 @@ def test_two_processes_cannot_hold_one_folder_nor_one_a_models(tmp_path):
 
 def test_a_run_does_not_hide_the_runs_below_its_folder(tmp_path):
     filled(tmp_path / "runs", last=1).__exit__()
-    with pytest.raises(RunError, match="runs holds other runs, such as .*runs/run; choose a run.dir of this run's own"):
+    with pytest.raises(
+        RunError, match=r"runs holds other runs, such as .*runs/run; choose a run.dir of this run's own"
+    ):
         RunFolder(tmp_path / "runs")
 
 

@@ -416,7 +416,7 @@ def test_keys(tmp_path):
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     text = (tmp_path / "key.pub").read_text()
     assert public_hex(public_key(text)) == text.strip() == public_hex(key)
-    with pytest.raises(ConfigError, match="the signing key .*absent/key cannot be written: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"the signing key .*absent/key cannot be written: No such file or directory"):
         load_or_make_key(tmp_path / "absent" / "key")
     (tmp_path / "odd").write_text("no key")
     for wrong in (tmp_path / "odd", tmp_path / "absent"):
