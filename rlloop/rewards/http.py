@@ -26,6 +26,14 @@ def worth_another_try(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
+async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
+    """`client.post`, whose transport errors name the server."""
+    try:
+        return await client.post(url, **content)
+    except httpx.TransportError as error:
+        raise type(error)(f"{url}: {error}") from None
+
+
 class HttpReward:
     """POSTs `{"prompt", "completion", "example": {"id", "data"}}` and expects `{"reward": number, "solved": bool,
     "components": {name: number}}`, the last two optional.
@@ -70,7 +78,7 @@ class HttpReward:
         return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components") or {})
 
     async def _post(self, client: httpx.AsyncClient, body: bytes, headers: dict[str, str]) -> Any:
-        response = await client.post(self.url, content=body, headers=headers)
+        response = await post(client, self.url, content=body, headers=headers)
         return response.raise_for_status().json()
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ import tenacity
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, post, worth_another_try
 from rlloop.rewards.runner import RewardFailure, failure
 from rlloop.types import Example, RewardResult
 from rlloop.web.clients import async_client
@@ -114,7 +114,8 @@ class Judge:
                 raise BudgetSpent(f"the judge has cost {self.spent:g}, and reward.budget is {self._budget:g}")
             headers = {"Idempotency-Key": f"{key}-{unreadable}" if unreadable else key}
             content = {**body, "seed": unreadable} if unreadable else body
-            response = await self._client.get().post(f"{self.url}/chat/completions", json=content, headers=headers)
+            url = f"{self.url}/chat/completions"
+            response = await post(self._client.get(), url, json=content, headers=headers)
             answer = response.raise_for_status().json()
             price = self._price(answer)
             cost, self.spent = cost + price, self.spent + price

@@ -12,7 +12,7 @@ import tenacity
 from rlloop.chat import ChatTokenizer
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, post, worth_another_try
 from rlloop.types import Example, RewardResult
 from rlloop.web.clients import async_client
 
@@ -95,7 +95,7 @@ class RewardModel:
 
     async def _scored(self, client: httpx.AsyncClient, ids: list[int]) -> Any:
         body = {"model": self._model, "prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
-        response = await client.post(f"{self.url}/v1/completions", json=body)
+        response = await post(client, f"{self.url}/v1/completions", json=body)
         if response.status_code == httpx.codes.BAD_REQUEST:
             raise ConfigError(f"{self.url} refuses a completion of {len(ids)} tokens: {response.text:.300}")
         return response.raise_for_status().json()

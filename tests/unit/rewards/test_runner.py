@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -430,3 +431,13 @@ def test_http_reward_refuses_what_cannot_work():
         HttpReward("ftp://example")
     with pytest.raises(ConfigError, match="environment variable is not set"):
         HttpReward("http://example", token_env="RLLOOP_NO_SUCH_VARIABLE")
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/judge"
+    runner = RewardRunner(HttpReward(url, retries=0))
+    (failed,) = runner.score(requests("abc"))
+    runner.close()
+    assert isinstance(failed, RewardFailure)
+    assert failed.message == f"ConnectError: {url}: All connection attempts failed"
