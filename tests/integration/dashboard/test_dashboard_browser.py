@@ -303,6 +303,13 @@ def test_choosing_runs(visit, tmp_path):
     page.wait_for_selector("text=No run is chosen")
 
 
+def test_runs_in_no_folder_stand_before_the_folders(visit, tmp_path):
+    for name in ("a", "more/b", "z"):
+        write_run(tmp_path / name, 1)
+    page = visit()
+    expect(page.locator("#runs .name, #runs .folder")).to_have_text(["a", "z", "more", "b"])
+
+
 def test_regions_experts_and_a_number_that_is_not_finite(visit, tmp_path):
     writer = Writer(tmp_path / "a")
     for step in range(4):
