@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlloop.chat import Message
 from rlloop.protocols import Task
-from rlloop.rewards.event_loop import EventLoop, LoopBlocked
+from rlloop.rewards.event_loop import OWNER, EventLoop, LoopBlocked
 from rlloop.rewards.runner import HOPELESS, Calls, RewardFailure, failure, is_timeout, not_tried
 from rlloop.types import Example
 
@@ -123,6 +123,7 @@ class EnvironmentSteps:
 
     All async steps share an event loop until `close`, so that connection pools outlive a batch. A loop that a step
     blocks is abandoned after `timeout` seconds: that step has timed out, and the others begin again in a new one.
+    Environments that were being closed on it are left behind.
 
     The lock keeps a step from starting on a loop that `close` is stopping in another thread.
     """
@@ -133,6 +134,7 @@ class EnvironmentSteps:
         self._loop: EventLoop | None = None
         self._calls = self._new_calls()
         self._waiting: dict[int, _Step] = {}
+        self._ending = set[Future[None]]()  # environments that are being closed
         self._keys = itertools.count()
         self._timeouts = self._others = 0  # outcomes of this batch
         self._closed, self._lock = False, threading.RLock()
@@ -156,7 +158,8 @@ class EnvironmentSteps:
         return step.outcome
 
     def end(self, environment: Any) -> Future[None]:
-        """Close an environment, within `timeout`. Errors stay in the future."""
+        """Close an environment, within `timeout`, whatever comes of it."""
+        ended: Future[None] = Future()
 
         async def close() -> None:
             async with asyncio.timeout(self.timeout):
@@ -166,16 +169,20 @@ class EnvironmentSteps:
                     await asyncio.to_thread(environment.close)
 
         with self._lock:
+            self._ending.add(ended)
             if self._closed:
-                ended: Future[None] = Future()
-                ended.set_result(None)
-                return ended
-            return self._on_loop().start(close())
+                self._leave(ended)
+            else:
+                owner = OWNER.set((self, 0))  # if it blocks the loop, no step is to blame
+                self._on_loop().start(close()).add_done_callback(lambda _: self._leave(ended))
+                OWNER.reset(owner)
+        return ended
 
     def check(self) -> None:
-        """Replace the event loop if a step blocks it. To be called about every `POLL` seconds while `busy`."""
+        """Replace the event loop if a step, or an environment's `close`, blocks it. To be called about every `POLL`
+        seconds while one of them runs."""
         with self._lock:
-            if self._loop is None or not self._waiting:
+            if self._loop is None or not (self._waiting or self._ending):
                 return
             try:
                 self._loop.check(self.timeout)
@@ -211,6 +218,8 @@ class EnvironmentSteps:
     def _drop_loop(self) -> None:
         if self._loop is not None:
             self._loop.stop()
+        for each in list(self._ending):
+            self._leave(each)
         self._loop, self._calls = None, self._new_calls()
 
     def _replace_loop(self, owner: Any) -> None:
@@ -246,6 +255,12 @@ class EnvironmentSteps:
                     calls.forget(key)
 
         step.call.add_done_callback(ended)
+
+    def _leave(self, ended: Future[None]) -> None:
+        with self._lock:
+            if ended in self._ending:
+                self._ending.remove(ended)
+                ended.set_result(None)
 
     def _finish(self, key: int, outcome: Reply | RewardFailure) -> None:
         step = self._waiting.pop(key, None)
