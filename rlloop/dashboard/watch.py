@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rlloop.dashboard.runs import Run, Runs, Tail
+from rlloop.errors import RlloopError
 from rlloop.runs.alerts import Alarm, Condition, post
 
 EVERY = 5.0  # seconds between looks
@@ -19,6 +20,7 @@ class Watch:
     def __init__(self, runs: Runs, webhook: str, conditions: Sequence[Condition]) -> None:
         self._runs, self._webhook, self._conditions = runs, webhook, conditions
         self._watched: dict[str, tuple[Tail, Alarm]] = {}
+        self._unreadable = set[str]()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="alerts", daemon=True)
 
@@ -36,8 +38,17 @@ class Watch:
                 post(self._webhook, text, lambda problem: print(problem, file=sys.stderr))
 
     def look(self, now: float | None = None) -> list[str]:
-        """The alerts since the last look."""
-        return [text for run in self._runs.find() for text in self._of(run, time.time() if now is None else now)]
+        """The alerts since the last look. A run that cannot be read is one, the first time."""
+        texts = []
+        for run in self._runs.find():
+            try:
+                texts += self._of(run, time.time() if now is None else now)
+                self._unreadable.discard(run.id)
+            except (RlloopError, OSError) as error:
+                if run.id not in self._unreadable:
+                    texts.append(f"{run.id}: cannot be read: {error}")
+                self._unreadable.add(run.id)
+        return texts
 
     def _of(self, run: Run, now: float) -> list[str]:
         overview = run.overview()

@@ -209,6 +209,19 @@ def test_a_helper_holds_nothing_of_a_job_once_its_caller_goes_on():
     assert gone() is None
 
 
+def test_an_error_in_a_helper_is_its_caller_s():
+    pool, both = jit._Pool(), threading.Barrier(2)
+
+    def fails(_):
+        both.wait()
+        if threading.current_thread().name == "rlloop-kernel":
+            raise MemoryError("no room for a helper")
+
+    for _ in range(2):  # the helper lives on
+        with pytest.raises(MemoryError, match="no room for a helper"):
+            pool.run(1, fails, (None,))
+
+
 def test_a_helper_that_came_too_late_holds_nothing_of_the_job():
     pool, held = jit._Pool(), Held()
     gone = weakref.ref(held)

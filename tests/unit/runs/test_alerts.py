@@ -9,7 +9,7 @@ import pytest
 
 from rlloop.dashboard.runs import Runs
 from rlloop.dashboard.watch import Watch
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, RunError
 from rlloop.runs.alerts import Alarm, Condition
 from rlloop.runs.sinks import check_sinks, make_sinks
 from tests.support.dashboard_runs import Writer
@@ -129,3 +129,23 @@ def test_the_dashboard_watches_live_runs(tmp_path):
     (tmp_path / "live" / "summary.json").write_text('{"status": "failed", "step": 1}')
     assert watch.look(now=hour) == ["live: failed"]
     assert watch.look(now=hour) == []
+
+
+def test_a_run_that_cannot_be_read_ends_no_other_s_alerts(tmp_path, monkeypatch):
+    bad, good = Writer(tmp_path / "bad"), Writer(tmp_path / "good")
+    bad.write()
+    good.write()
+    watch = Watch(Runs(tmp_path), "http://nowhere", [Condition.parse("ledger/sampled > 1")])
+    assert watch.look() == []
+    of_run = Watch._of
+
+    def damaged(self, run, now):
+        if run.id == "bad":
+            raise RunError("metrics-1.zip is damaged")
+        return of_run(self, run, now)
+
+    monkeypatch.setattr(Watch, "_of", damaged)
+    good.write()
+    told = "bad: cannot be read: metrics-1.zip is damaged"
+    assert watch.look() == [told, "good, step 1: ledger/sampled is 12 (ledger/sampled > 1)"]
+    assert told not in watch.look()

@@ -129,7 +129,10 @@ class _Pool:
         self.growing = threading.Lock()
 
     def run(self, helpers: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Calls function(*args) here and, for as long as that takes, in up to `helpers` other threads."""
+        """Calls function(*args) here and, for as long as that takes, in up to `helpers` other threads.
+
+        Raises what one of them raised, as for want of memory.
+        """
         if self.size < helpers:
             self._grow(helpers)
         permits, done = [None] * helpers, SimpleQueue()
@@ -141,8 +144,9 @@ class _Pool:
             with suppress(IndexError):
                 permits.pop()
                 begun -= 1
-        for _ in range(begun):
-            done.get()
+        for error in [done.get() for _ in range(begun)]:
+            if error is not None:
+                raise error
 
     def _grow(self, size: int) -> None:
         with self.growing:
@@ -153,16 +157,20 @@ class _Pool:
     def _help(self) -> None:
         while True:
             function, args, permits, done = self.jobs.get()
-            takes_part = True
+            takes_part, result = True, None
             try:
                 permits.pop()
             except IndexError:
                 takes_part = False
             else:
-                function(*args)
+                try:
+                    function(*args)
+                except BaseException as error:  # raised by the caller
+                    result = error
             del function, args, permits  # before the caller goes on: an idle helper holds no tensors
             if takes_part:
-                done.put(None)
+                done.put(result)
+            del done, result
 
 
 _POOL = _Pool()
