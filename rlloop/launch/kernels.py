@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 from rlloop.errors import RunError
 
 if TYPE_CHECKING:
+    from rlloop.config.run import RunConfig
     from rlloop.models import Model
 
 PARTS = ("sample", "train", "probe")  # of a run: what its engine calls, what its trainer calls, the start-up check
+SYNC = "sync"  # what publishing to engines elsewhere calls
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -28,17 +30,17 @@ CONFIG = {
 }  # fmt: skip
 
 
-def is_compiled() -> bool:
-    """True if this version's kernels are in the cache, for some type."""
+def is_compiled(module: str = "") -> bool:
+    """True if this version's kernels, or those of one module, are in the cache, for some type."""
     from rlloop.numerics.kernels.cpu.compiled.jit import CACHE
 
-    return any(Path(CACHE).rglob("*.nbi"))
+    return any(Path(CACHE).glob(f"{module}*/*.nbi"))
 
 
-def compile_kernels(dtypes: Sequence[str] = ("float32",)) -> float:
-    """Compile what a run of these types calls; returns the seconds it took. Raises `RunError` if a part fails."""
+def compile_kernels(dtypes: Sequence[str] = ("float32",), parts: Sequence[str] = (*PARTS, SYNC)) -> float:
+    """Compile what runs of these types call; returns the seconds it took. Raises `RunError` if a part fails."""
     began = time.monotonic()
-    waiting = [(part, dtype) for dtype in dtypes for part in PARTS]
+    waiting = [(part, dtype) for dtype in dtypes for part in parts]
     running: list[tuple[str, subprocess.Popen[bytes]]] = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="rlloop-kernels-") as scratch:
@@ -54,11 +56,19 @@ def compile_kernels(dtypes: Sequence[str] = ("float32",)) -> float:
     return time.monotonic() - began
 
 
-def compile_if_new(dtype: str, say: Callable[[str], None]) -> None:
-    """Before a run: compile, and say so, where the cache is empty."""
-    if not is_compiled():
+def compile_if_new(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Before a run on a CPU: compile, and say so, what the cache lacks."""
+    from rlloop.config.fleet import FleetKind
+    from rlloop.config.run import Launch
+
+    if config.device != "cpu":
+        return
+    publishes = config.fleet.kind is FleetKind.regions or (config.launch is Launch.ray and config.replicas > 0)
+    parts = [*([] if is_compiled() else PARTS), *([SYNC] if publishes and not is_compiled("steps_fast") else [])]
+    if parts:
         say(f"Compiling kernels for this machine, once, on {os.cpu_count()} cores: half a minute or so")
-        say(f"Compiled in {compile_kernels([dtype]):.0f} s; `rlloop doctor --compile` does it ahead")
+        seconds = compile_kernels([config.model.dtype], parts)
+        say(f"Compiled in {seconds:.0f} s; `rlloop doctor --compile` does it ahead")
 
 
 def _sample(dtype: str) -> None:
@@ -90,6 +100,20 @@ def _probe(dtype: str) -> None:
     probe(ops_for(NumericsProfile()), getattr(torch, dtype))
 
 
+def _sync(dtype: str) -> None:
+    import numpy as np
+
+    from rlloop.sync import codec
+    from rlloop.sync.bits import Bits
+
+    name, kind = ("F32", np.uint32) if dtype == "float32" else ("BF16", np.uint16)
+    for count in (64, codec.SMALL + 1):  # small tensors have a coder of their own
+        old, new = Bits(name, np.zeros(count, kind)), Bits(name, np.arange(count).astype(kind))
+        new.array[8:] = 0
+        encoded = codec.encode(new, old)
+        codec.decode(encoded.codec, encoded.content, name, (count,), old)
+
+
 def _model(dtype: str) -> Model:
     from rlloop.models import load_model, new_model, save_model
 
@@ -99,4 +123,4 @@ def _model(dtype: str) -> Model:
 
 
 if __name__ == "__main__":
-    {"sample": _sample, "train": _train, "probe": _probe}[sys.argv[1]](sys.argv[2])
+    {"sample": _sample, "train": _train, "probe": _probe, "sync": _sync}[sys.argv[1]](sys.argv[2])

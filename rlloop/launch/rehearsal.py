@@ -36,8 +36,7 @@ def rehearse(job: Job, console: Console, leader: Leader | None = None) -> None:
         prepared = prepare(config, job.reward)
         stack.callback(prepared.scorer.close)
         check_task(config, prepared.task)
-        if config.device == "cpu":
-            compile_if_new(config.model.dtype, say)
+        compile_if_new(config, say)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-dry-run-"))
         folder = stack.enter_context(RunFolder(Path(scratch)))
         folder.adopt(job.plain)

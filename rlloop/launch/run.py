@@ -93,8 +93,7 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         if note := crowd(job.config, 1 if leader is None else leader.here.neighbours or 1):
             say(note)
         check_certificate(job.config.certificate)
-        if job.config.device == "cpu":
-            compile_if_new(job.config.model.dtype, say)
+        compile_if_new(job.config, say)
         folder = stack.enter_context(RunFolder(job.folder))
         config_digest = folder.adopt(job.plain)
         attest = Attestor(job.config.certificate, folder.path, folder.log)
