@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ __all__ = [
     "opens",
 ]  # fmt: skip
 
+log = logging.getLogger(__name__)
 CLOSED = RewardFailure("error", "the run has ended")
 
 
@@ -223,18 +225,27 @@ class EnvironmentSteps:
         self._loop, self._calls = None, self._new_calls()
 
     def _replace_loop(self, owner: Any) -> None:
-        """Leave a blocked loop behind: the step that blocks it has timed out, and the others begin again."""
-        calls, late = self._calls, f"blocked its event loop for longer than {self.timeout:g} s"
+        """Leave a blocked loop behind: the step that blocks it has timed out, and the others begin again, but for those
+        that have begun in threads: these cannot be stopped, and must not run twice."""
+        calls, late = (
+            self._calls,
+            RewardFailure("timeout", f"blocked its event loop for longer than {self.timeout:g} s"),
+        )
+        begun = set(calls.unfinished())
+        if self._ending:
+            log.warning("%d environments were not closed: their event loop was blocked", len(self._ending))
         self._drop_loop()
         for key, outcome in calls.outcomes.copy().items():
             self._finish(key, outcome)
         for key in calls.at_fault(owner):
-            self._finish(key, RewardFailure("timeout", late))
+            self._finish(key, late)
         hopeless = self._timeouts >= HOPELESS and not self._others
         rest = not_tried(self._timeouts, self.timeout)
         for key, step in list(self._waiting.items()):
             if hopeless:
                 self._finish(key, rest)
+            elif key in begun and not inspect.iscoroutinefunction(step.arguments[0].step):
+                self._finish(key, late)
             else:
                 self._start(key, step)
 

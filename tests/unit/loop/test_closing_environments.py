@@ -3,12 +3,14 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from rlloop.loop.environments import EnvironmentSteps, Reply
+from rlloop.rewards.runner import RewardFailure
 
-EVER = 60.0  # seconds
+EVER, PATIENCE = 60.0, 3.0  # seconds
 
 
 class Ends:
@@ -31,18 +33,44 @@ class Ends:
         await asyncio.sleep(EVER)
 
 
-@pytest.mark.parametrize("blocks", ["step", "close"])
-def test_an_environment_s_end_is_left_behind_with_a_blocked_loop(blocks):
-    steps, waits = EnvironmentSteps(timeout=0.5), Ends("close" if blocks == "close" else "")
-    ended = steps.end(waits)
-    assert waits.begun.wait(EVER)
-    stepped = [steps.submit(Ends(), ""), *([steps.submit(Ends("step"), "")] if blocks == "step" else [])]
-    until = time.monotonic() + EVER / 2
-    while not (ended.done() and all(each.done() for each in stepped)):
+def wait_for(steps: EnvironmentSteps, *futures: Future) -> None:
+    until = time.monotonic() + EVER
+    while not all(each.done() for each in futures):
         assert time.monotonic() < until, "it waits for ever"
         steps.check()
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("blocks", ["step", "close"])
+def test_an_environment_s_end_is_left_behind_with_a_blocked_loop(blocks):
+    steps, waits = EnvironmentSteps(timeout=PATIENCE), Ends("close" if blocks == "close" else "")
+    ended = steps.end(waits)
+    assert waits.begun.wait(EVER)
+    stepped = [steps.submit(Ends(), ""), *([steps.submit(Ends("step"), "")] if blocks == "step" else [])]
+    wait_for(steps, ended, *stepped)
     assert isinstance(stepped[0].result(0), Reply)  # begun again, and not to blame
+    steps.close()
+
+
+def test_a_step_in_a_thread_never_runs_twice(caplog):
+    """It goes on in its thread, whatever blocks the event loop that waits for it."""
+    steps, ended = EnvironmentSteps(timeout=PATIENCE), Ends("close")
+    began, go_on = list[str](), threading.Event()
+
+    class Threaded:
+        def step(self, message: str) -> Reply:
+            began.append(message)
+            ended.begun.set()
+            go_on.wait(EVER)
+            return Reply(done=True)
+
+    stepped = steps.submit(Threaded(), "once")
+    assert ended.begun.wait(EVER)
+    wait_for(steps, stepped, steps.end(ended))
+    go_on.set()
+    assert stepped.result(0) == RewardFailure("timeout", f"blocked its event loop for longer than {PATIENCE:g} s")
+    assert began == ["once"]
+    assert "1 environments were not closed" in caplog.text
     steps.close()
 
 

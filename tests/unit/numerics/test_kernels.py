@@ -222,6 +222,23 @@ def test_an_error_in_a_helper_is_its_caller_s():
             pool.run(1, fails, (None,))
 
 
+def test_a_caller_that_fails_leaves_no_helper_at_work():
+    pool, both, go_on, ended = jit._Pool(), threading.Barrier(2), threading.Event(), threading.Event()
+
+    def fails(_):
+        both.wait()
+        if threading.current_thread().name == "rlloop-kernel":
+            go_on.wait(60)
+            ended.set()
+        else:
+            threading.Timer(0.1, go_on.set).start()
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        pool.run(1, fails, (None,))
+    assert ended.is_set()
+
+
 def test_a_helper_that_came_too_late_holds_nothing_of_the_job():
     pool, held = jit._Pool(), Held()
     gone = weakref.ref(held)

@@ -138,13 +138,16 @@ class _Pool:
         permits, done = [None] * helpers, SimpleQueue()
         for _ in range(helpers):
             self.jobs.put((function, args, permits, done))
-        function(*args)
-        begun = helpers
-        while permits:  # a helper that has not begun finds no permit left and turns to the next job
-            with suppress(IndexError):
-                permits.pop()
-                begun -= 1
-        for error in [done.get() for _ in range(begun)]:
+        try:
+            function(*args)
+        finally:  # also after an error: nobody writes into the arguments once the caller goes on
+            begun = helpers
+            while permits:  # a helper that has not begun finds no permit left and turns to the next job
+                with suppress(IndexError):
+                    permits.pop()
+                    begun -= 1
+            errors = [done.get() for _ in range(begun)]
+        for error in errors:
             if error is not None:
                 raise error
 
