@@ -92,7 +92,8 @@ def next_job(
 
 
 def start(job: Job, out: Path) -> None:
-    settings = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.on))}
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    settings = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(own[gpu] if own[0] else str(gpu) for gpu in job.on)}
     with (out / f"{job.name}.log").open("wb") as log:
         job.process = subprocess.Popen(
             job.command, shell=True, env=settings, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -125,7 +126,7 @@ def last_line(path: Path) -> str:
 
 def run(path: Path, only: Sequence[str], gpus: int, seconds: float, out: Path | None) -> int:
     """The number of jobs that did not pass. Without `out` nothing starts: a plan."""
-    running: list[Job] = []
+    jobs, running = read_jobs(path, only), list[Job]()
     results: dict[str, tuple[str, float, float]] = {}
     zero, now = time.monotonic(), 0.0
     try:
@@ -136,7 +137,9 @@ def run(path: Path, only: Sequence[str], gpus: int, seconds: float, out: Path | 
                     results[job.name] = made, job.began, now
                     said = "" if out is None else last_line(out / f"{job.name}.log")
                     print(f"{job.began:6.0f} {now:6.0f}  {made:8}  {job.name}  {said}", flush=True)
-            while job := next_job(read_jobs(path, only), running, results, gpus, now, seconds):
+            with suppress(OSError, ValueError, LookupError, TypeError, SystemExit):  # as while it is being saved
+                jobs = read_jobs(path, only)
+            while job := next_job(jobs, running, results, gpus, now, seconds):
                 job.began = now
                 if out is not None:
                     start(job, out)
@@ -151,7 +154,7 @@ def run(path: Path, only: Sequence[str], gpus: int, seconds: float, out: Path | 
     finally:
         for job in running:
             kill(job)
-    for job in read_jobs(path, only):
+    for job in jobs:
         if job.name not in results:
             print(f"               not run   {job.name}: {job.gpus} GPUs, {job.seconds} s")
     return sum(made not in ("passed", "planned") for made, _, _ in results.values())
@@ -174,6 +177,7 @@ def main() -> int:
     if asked.plan:
         return run(asked.jobs, asked.only, gpus, asked.seconds, None)
     asked.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its jobs end, too
     return min(1, run(asked.jobs, asked.only, gpus, asked.seconds, asked.out))
 
 
