@@ -109,13 +109,15 @@ class ModelLane(Lane):
     def __init__(self, model_id: str, owner: str | None = None) -> None:
         self.model_id, self.owner = model_id, owner
         self.model: TrainedModel | None = None  # set once it is created
-        self.gone: BaseException | None = None  # reason why its creation failed
+        self.gone: BaseException | None = None  # reason why it takes no calls: its creation failed, or it was dropped
         self._queue: deque[Call] = deque()
         self._early: dict[int, Call] = {}
         self._next, self._numbered = 1, None
 
     def place(self, call: Call, seq_id: int | None) -> Future[Any]:
         """Queue a call. Raises `ConfigError` for a number that was used, or numbers given to only some calls."""
+        if self.gone is not None:
+            return self.first(call)  # to fail: no call before it may come
         if self._numbered is not None and self._numbered is not (seq_id is not None):
             raise ConfigError(f"model {self.model_id} has calls with and without seq_id; give one to all, or to none")
         if seq_id is not None and (seq_id < self._next or seq_id in self._early):
@@ -133,6 +135,12 @@ class ModelLane(Lane):
         """Queue a call that has no number, such as a model's creation or its end."""
         self._queue.append(call)
         return call.future
+
+    def end(self) -> None:
+        """Queue the calls that wait for others, which will not come, to fail as the model is `gone`."""
+        self._queue += self._early.values()
+        self._early.clear()
+        self.ended = True
 
     @property
     def waiting(self) -> int:

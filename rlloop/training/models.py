@@ -143,7 +143,7 @@ class Models:
         with self.worker.changed:
             if self._lanes.get(lane.model_id) is lane:
                 del self._lanes[lane.model_id]
-            lane.ended = True
+            lane.end()
 
     def _wake(self, lane: Lane) -> None:
         """Have the worker serve a lane, also one that has ended since the caller found it: it fails the call."""

@@ -509,8 +509,17 @@ def test_a_call_to_a_model_that_goes_at_that_moment_fails(service):
     lane = service._models.get(id)
     service.drop_model(id).result(WAIT)
     until(lambda: lane not in service._models.worker.lanes)
+    for number in (5, 2):  # also one with a gap before it
+        with pytest.raises(ConfigError, match="was dropped"):
+            service._models.place(lane, Action(lambda: None), number).result(WAIT)
+
+
+def test_a_call_that_waits_for_earlier_ones_ends_with_its_model(service):
+    id = new(service)
+    early = service.forward(id, supervised(0, 2), seq_id=2)
+    service.drop_model(id).result(WAIT)
     with pytest.raises(ConfigError, match="was dropped"):
-        service._models.place(lane, Action(lambda: None)).result(WAIT)
+        early.result(WAIT)
 
 
 def test_a_dropped_model_ends_after_its_calls(service):
