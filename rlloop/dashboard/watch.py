@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rlloop.dashboard.runs import Run, Runs, Tail
 from rlloop.errors import RlloopError
 from rlloop.runs.alerts import Alarm, Condition, post
 
 EVERY = 5.0  # seconds between looks
+ODD = (TypeError, ValueError, OverflowError)  # of values in a record that are no numbers, or too large
 
 
 class Watch:
@@ -25,7 +26,7 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="alerts", daemon=True)
 
     def start(self) -> None:
-        self.look()
+        self._tell()
         self._thread.start()
 
     def close(self) -> None:
@@ -34,33 +35,43 @@ class Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(EVERY):
-            for text in self.look():
-                post(self._webhook, text, lambda problem: print(problem, file=sys.stderr))
+            self._tell()
+
+    def _tell(self) -> None:
+        for text in self.look():
+            post(self._webhook, text, lambda problem: print(problem, file=sys.stderr))
 
     def look(self, now: float | None = None) -> list[str]:
         """The alerts since the last look. A run that cannot be read is one, the first time."""
         texts = []
         for run in self._runs.find():
+            found, problem = list[str](), None
             try:
-                texts += self._of(run, time.time() if now is None else now)
+                found.extend(self._of(run, time.time() if now is None else now))
+            except (RlloopError, OSError, *ODD) as error:
+                problem = f"{run.id}: cannot be read: {error}"
+            if not run.path.exists():  # it was deleted or moved at this moment
+                continue
+            texts += found
+            if problem is None:
                 self._unreadable.discard(run.id)
-            except (RlloopError, OSError) as error:
-                if run.id not in self._unreadable:
-                    texts.append(f"{run.id}: cannot be read: {error}")
+            elif run.id not in self._unreadable:
                 self._unreadable.add(run.id)
+                texts.append(problem)
         return texts
 
-    def _of(self, run: Run, now: float) -> list[str]:
+    def _of(self, run: Run, now: float) -> Iterator[str]:
         overview = run.overview()
         if run.id not in self._watched:
             if overview["status"] == "live":
                 tail = Tail(run.path / "metrics.jsonl")
                 list(tail.new())  # what was there before
                 self._watched[run.id] = tail, Alarm(run.id, self._conditions)
-            return []
+            return
         tail, alarm = self._watched[run.id]
         tail.rewound()
-        texts = [text for _, _, record in tail.new() for text in alarm.record(record["step"], record)]
+        for _, _, record in tail.new():
+            yield from alarm.record(record["step"], record)
         if overview["status"] in ("live", "stopped"):
-            texts += alarm.quiet((now - overview["changed"]) / 60)
-        return texts + alarm.ended(overview["status"], overview["reason"])
+            yield from alarm.quiet((now - overview["changed"]) / 60)
+        yield from alarm.ended(overview["status"], overview["reason"])

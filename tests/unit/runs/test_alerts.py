@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import shutil
 import threading
 import time
 
@@ -149,3 +150,49 @@ def test_a_run_that_cannot_be_read_ends_no_other_s_alerts(tmp_path, monkeypatch)
     told = "bad: cannot be read: metrics-1.zip is damaged"
     assert watch.look() == [told, "good, step 1: ledger/sampled is 12 (ledger/sampled > 1)"]
     assert told not in watch.look()
+
+
+def test_a_run_that_cannot_be_read_at_the_start_is_told(tmp_path, monkeypatch):
+    posted = list[str]()
+    Writer(tmp_path / "bad").write()
+
+    def damaged(self, run, now):
+        raise RunError("it is damaged")
+
+    monkeypatch.setattr(Watch, "_of", damaged)
+    monkeypatch.setattr("rlloop.dashboard.watch.post", lambda webhook, text, tell: posted.append(text))
+    watch = Watch(Runs(tmp_path), "http://nowhere", [Condition.parse("failed")])
+    watch.start()
+    watch.close()
+    assert posted == ["bad: cannot be read: it is damaged"]
+
+
+@pytest.mark.parametrize("value", ["soon", [1], {"count": 1}, pytest.param(10**400, id="large")])
+def test_a_record_of_odd_values_ends_no_alerts(tmp_path, value):
+    writer = Writer(tmp_path / "run")
+    writer.write()
+    watch = Watch(Runs(tmp_path), "http://nowhere", [Condition.parse("ledger/sampled > 1"), Condition.parse("odd > 1")])
+    assert watch.look() == []
+    writer.write(extra={"time/step": value})
+    [text] = watch.look()
+    assert text.startswith("run: cannot be read: ")
+    writer.write(extra={"odd": value})
+    assert watch.look() == ["run, step 1: ledger/sampled is 12 (ledger/sampled > 1)"]  # recorded before that
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("config.yaml"), None])
+def test_a_run_that_is_deleted_at_this_moment_is_no_alert(tmp_path, monkeypatch, error):
+    live = Writer(tmp_path / "live")
+    live.write()
+    watch = Watch(Runs(tmp_path), "http://nowhere", [Condition.parse("silent 5"), Condition.parse("failed")])
+    assert watch.look() == []
+    of_run = Watch._of
+
+    def deleted(self, run, now):
+        shutil.rmtree(run.path)
+        if error is not None:
+            raise error
+        return of_run(self, run, now)
+
+    monkeypatch.setattr(Watch, "_of", deleted)
+    assert watch.look() == []
