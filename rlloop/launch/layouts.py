@@ -57,20 +57,22 @@ def check_launch(config: RunConfig, processes: int, machines: Callable[[], Seque
 
 
 def crowd(config: RunConfig, neighbours: int = 1) -> str:
-    """A note of more ranks than CPUs on this machine, which only slow each other; empty where there is none.
+    """A note of more ranks than CPUs on this machine; empty where there is none.
 
     `neighbours`: processes that torchrun has started here.
     """
     if config.device != "cpu":
         return ""
-    if config.launch is Launch.ray and config.ray.address is None:
+    ray = config.launch is Launch.ray
+    if ray and config.ray.address is None:
         neighbours = config.world.size + config.replicas * config.world.engine.world_size
     cpus = processors()
     if neighbours <= cpus:
         return ""
+    settings = "trainer.layout, rollout.layout or ray.replicas" if ray else "trainer.layout or rollout.layout"
     return (
         f"{neighbours} processes share {cpus} CPU{'s' * (cpus != 1)} and the memory of this machine: fewer, by "
-        "trainer.layout, rollout.layout or ray.replicas, start sooner and are as fast"
+        f"{settings}, start sooner"
     )
 
 

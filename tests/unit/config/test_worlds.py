@@ -94,8 +94,12 @@ def test_several_ranks_need_a_launcher_which_is_named():
 def test_more_ranks_than_cpus_are_noted(monkeypatch):
     monkeypatch.setattr(layouts, "processors", lambda: 4)
     assert crowd(config({"dp_shard": 4}, launch=Launch.ray)) == ""
-    assert "5 processes share 4 CPUs" in crowd(config({"dp_shard": 4}, launch=Launch.ray, ray=RayConfig(replicas=1)))
-    assert "8 processes share 4 CPUs" in crowd(config({"dp_shard": 8}), 8)
+    note = crowd(config({"dp_shard": 4}, launch=Launch.ray, ray=RayConfig(replicas=1)))
+    assert "5 processes share 4 CPUs" in note
+    assert "ray.replicas" in note
+    note = crowd(config({"dp_shard": 8}), 8)
+    assert "8 processes share 4 CPUs" in note
+    assert "ray.replicas" not in note
     assert crowd(config({"dp_shard": 8}), 4) == "", "the others are on another machine"
     elsewhere = RayConfig(address="10.0.0.1:6379")
     for other in ({"ray": elsewhere}, {"device": "cuda"}):
