@@ -85,7 +85,8 @@ def _placed(ray: Any, config: RunConfig) -> Iterator[_Actors]:
         needs["GPU"] = config.ray.gpus_per_worker
     meets = world.size > 1 or world.engine.world_size > 1
     with ExitStack() as stack:
-        stack.enter_context(ray_session(ray, config.ray.address, needs["CPU"] * count, config.ray.timeout))
+        advice = "Give it longer by ray.timeout, or use torchrun"
+        stack.enter_context(ray_session(ray, config.ray.address, needs["CPU"] * count, config.ray.timeout, advice))
         group = ray.util.placement_group([needs] * count, strategy="PACK")
         stack.callback(ray.util.remove_placement_group, group)
         try:

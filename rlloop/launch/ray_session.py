@@ -42,9 +42,9 @@ def import_ray(address: str | None) -> Any:
 
 
 @contextmanager
-def ray_session(ray: Any, address: str | None, cpus: float, timeout: float = 60.0) -> Iterator[None]:
+def ray_session(ray: Any, address: str | None, cpus: float, timeout: float = 60.0, advice: str = "") -> Iterator[None]:
     """A Ray of our own, shut down at the end; or the cluster at `address`, which runs on. `timeout`: seconds in which
-    our own must start, at least 30."""
+    our own must start, at least 30. `advice`: what to do if it does not, said after the reason."""
     if ray.is_initialized():  # a caller's: it is theirs to shut down
         yield
         return
@@ -67,8 +67,7 @@ def ray_session(ray: Any, address: str | None, cpus: float, timeout: float = 60.
         if address or type(error) is not Exception:  # which Ray raises where its processes are too slow to start
             raise
         raise ConfigError(
-            f"Ray did not start on this machine, which may be overloaded: {error} "
-            "Give it longer by ray.timeout, or use torchrun"
+            f"Ray did not start on this machine, which may be overloaded: {error} {advice}".rstrip()
         ) from None
     # A thread of Ray's prints what became of each worker, in paragraphs and whenever it hears of it: also below the
     # error that ends the run, which says the same. This switch has no public name.
@@ -94,8 +93,7 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _waiting_for_node(ray: Any, seconds: float) -> Iterator[None]:
-    """Ray asks for its node until that has registered, 30 seconds at most, which nothing sets. Here each question waits
-    so long."""
+    """Ray asks for its node for 30 seconds, which no setting changes. Here a question is repeated for `seconds`."""
     services = ray._private.services
     ask, until = services.get_node, time.monotonic() + seconds
 

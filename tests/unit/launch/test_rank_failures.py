@@ -12,6 +12,7 @@ from rlloop.config.run import AlgorithmConfig, Launch, RayConfig, RunConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
 from rlloop.launch.ranks import RankFailed, error_of, remaining
+from rlloop.launch.ray_actors import _placed
 from rlloop.launch.ray_pool import EngineDied
 from rlloop.launch.ray_session import ray_session
 from rlloop.parallel import progress
@@ -65,8 +66,13 @@ def test_a_ray_that_is_too_slow_to_start_is_refused_in_a_line():
     def times_out(**given):
         raise Exception("The current node timed out during startup.")  # as `ray._private.node` does, after 30 seconds
 
-    said = "Ray did not start on this machine, which may be overloaded: The current node timed out during startup. Give"
-    with pytest.raises(ConfigError, match=said), ray_session(a_ray(times_out), None, 2.0):
+    said = "Ray did not start on this machine, which may be overloaded: The current node timed out during startup."
+    with pytest.raises(ConfigError, match=rf"{said}$"), ray_session(a_ray(times_out), None, 2.0):
+        pass
+    with (
+        pytest.raises(ConfigError, match=f"{said} Give it longer by ray.timeout"),
+        _placed(a_ray(times_out), elastic()),
+    ):
         pass
 
 
