@@ -204,7 +204,7 @@ def _drive(
             stack.callback(sink.close)
         machine = MachineUse(folder.path)
         stack.callback(machine.close)
-        timeline = Timeline(folder.path) if config.profile else None
+        timeline = Timeline(folder.path, lambda text: progress.note(text)) if config.profile else None
         mark = nullcontext if timeline is None else timeline.phase
         loop = Loop(config, parts, folder, monitor, observers, machine.latest, mark)
         stack.callback(loop.close)

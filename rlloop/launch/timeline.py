@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ class Timeline:
     of its GPU's kernels included.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / FILE
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        """`note`: told of a trace without kernels, where the run uses a GPU."""
+        self.file, self._note = folder / FILE, note
         self._first: int | None = None  # step after which it started
         self._profiler: Any = None
+        self._gpu = False  # this process uses one
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Mark what runs within, as `rlloop: NAME`."""
@@ -33,10 +35,15 @@ class Timeline:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step > 0 and self._first is None:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints its own starts and stops below it
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            # The profiler reads it once, as it starts. 6 hides its lines of starts and stops (5), and also errors (4).
+            level = os.environ.get("KINETO_LOG_LEVEL")
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+            self._gpu = torch.cuda.is_initialized()
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
             self._first, self._profiler = step, torch.profiler.profile(activities=activities)
             self._profiler.start()
+            if level is None:
+                del os.environ["KINETO_LOG_LEVEL"]  # which every later child would inherit
         elif self._first is not None and step == self._first + STEPS:
             self.close()
 
@@ -45,3 +52,6 @@ class Timeline:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             profiler.export_chrome_trace(str(self.file))
+            events = profiler.profiler.kineto_results.events()
+            if self._gpu and all(event.device_type().name != "CUDA" for event in events):
+                self._note(f"{FILE} has no kernel of the GPU: another profiler may be at work in this process")
