@@ -346,7 +346,9 @@ def test_what_no_engine_makes_is_given_up_in_a_while(expected):
         router.join(odd.url, "r0")
         router.serve_version(0, None)
         router.settings = dataclasses.replace(FAST, patience=2.0)
-        with pytest.raises(NoEngine, match=r"4 prompts failed in \d\d tries; the last: .*HTTP 500"):
+        failed = r"4 prompts failed in \d\d tries; the last: .*HTTP 500"
+        # On a busy machine it may be out of service for so long before its tenth try.
+        with pytest.raises(NoEngine, match=f"{failed}|no engine has served version 0 for 2 s"):
             router.begin(PROMPTS, SAMPLING, 0).result(240)
     odd.close()
 

@@ -95,7 +95,7 @@ def test_an_older_listing_does_not_replace_a_newer_one(tmp_path, monkeypatch):
     monkeypatch.setattr("rlloop.dashboard.runs.find_runs", slow)
     older = threading.Thread(target=runs.find)
     older.start()
-    listed.wait()
+    assert listed.wait(60)
     write_run(tmp_path / "b", 1)
     runs.find()
     newer.set()

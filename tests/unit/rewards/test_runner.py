@@ -433,11 +433,13 @@ def test_http_reward_refuses_what_cannot_work():
         HttpReward("http://example", token_env="RLLOOP_NO_SUCH_VARIABLE")
 
 
-def test_a_server_that_is_not_there_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_a_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # it does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/judge"
-    runner = RewardRunner(HttpReward(url, retries=0))
-    (failed,) = runner.score(requests("abc"))
-    runner.close()
+        runner = RewardRunner(HttpReward(url, retries=0))
+        (failed,) = runner.score(requests("abc"))
+        runner.close()
     assert isinstance(failed, RewardFailure)
     assert failed.message == f"ConnectError: {url}: All connection attempts failed"
