@@ -29,7 +29,7 @@ class Table:
     """A script with arguments that measure everything; `{gpus}` in them is the number of GPUs here."""
 
     script: str
-    what: str  # and beside which peer
+    what: str  # and beside which peer, if any
     minutes: int  # of all of it: a guess, to plan with
     arguments: str = ""
     gpus: int = 1
@@ -66,9 +66,7 @@ TABLES = {
         "long_context.py", "the longest sequence of two layers that transformers trains, beside it, and twice that", 10,
         "--find-longest --layers 2 --only 256k", peer="transformers", parts="--only, --layers, --seconds",
     ),
-    "long-rl": Table(
-        "long_context.py", "a step of RL after a prompt of 128k tokens beside no peer", 3, "--rl", parts="--seconds"
-    ),
+    "long-rl": Table("long_context.py", "a step of RL after a prompt of 128k tokens", 3, "--rl", parts="--seconds"),
     "images": Table(
         "gpu_images.py", "pictures to first token beside vLLM", 4, "--vllm", peer="vllm", parts="--seconds"
     ),
@@ -82,15 +80,16 @@ TABLES = {
     ),
     "experts": Table("gpu_experts.py", "a layer's experts beside fused_moe", 5, more="vllm"),
     "adapters": Table(
-        "gpu_adapters.py", "decoding with adapters beside the base alone", 15, "--vllm", peer="vllm", parts="--shape"
+        "gpu_adapters.py", "decoding with adapters beside the base alone and vLLM", 15, "--vllm", peer="vllm",
+        parts="--shape",
     ),
     "packed": Table("gpu_packed.py", "packed int4 experts beside bfloat16", 8, "--memory 48", parts="--seconds"),
     "fp8": Table("gpu_fp8.py", "training in 8 bits beside bfloat16", 20, parts="--only"),
     "recurrent": Table(
-        "gpu_recurrent.py", "recurrences beside peers", 6, more="flash-linear-attention, mamba-ssm, vllm",
-        parts="--cells, --seconds",
+        "gpu_recurrent.py", "recurrences of gated delta networks and Mamba-2 beside other libraries' kernels", 6,
+        more="flash-linear-attention, mamba-ssm, vllm", parts="--cells, --seconds",
     ),
-    "delta": Table("gpu_delta.py", "weight sync of an 8B shape beside aims", 10, parts="--only"),
+    "delta": Table("gpu_delta.py", "weight sync of an 8B shape against its aims", 10, parts="--only"),
     "offload": Table(
         "offload.py", "moments and masters on the host beside PCIe's time", 5, parts="--layers, --seconds"
     ),
@@ -107,9 +106,8 @@ TABLES = {
         launcher="-m torch.distributed.run --nproc-per-node {gpus}",
     ),
     "ranks-train": Table(
-        "ranks_train.py", "full training of an 8B shape over GPUs beside FSDP2", 15, "--gpus {gpus}", gpus=2,
-        peer="transformers",
-        parts="--layers",
+        "ranks_train.py", "full training of an 8B shape over GPUs beside transformers with FSDP2", 15,
+        "--gpus {gpus}", gpus=2, peer="transformers", parts="--layers",
     ),
     "ranks-context": Table(
         "ranks_context.py", "training on one sequence of 128k and 256k tokens over GPUs beside one", 9,

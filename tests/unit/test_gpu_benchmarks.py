@@ -222,7 +222,7 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     assert "needs 2 GPUs, and there are 1" in listed[-1]
     assert tables.lacks(tables.TABLES["linear"], gpus=1) is None
     for table in tables.TABLES.values():
-        assert "beside" in table.what, table.script
+        assert (table.peer or "").lower() in table.what.lower(), f"{table.script} does not name {table.peer}"
         words = tables.command(table, 4, ["--more"])
         source = (ROOT / "benchmarks" / table.script).read_text()
         options = [word for word in table.arguments.split() + table.parts.replace(",", "").split() if word[0] == "-"]
