@@ -20,7 +20,15 @@ from rlloop.config.run import RunConfig
 from rlloop.errors import RlloopError, RunError
 from rlloop.launch.compose import build
 from rlloop.parity.certificate import Statement
-from rlloop.runs.folder import SIGNATURES, RolloutFile, is_own_loop, read_config, rollout_files, step_of
+from rlloop.runs.folder import (
+    SIGNATURES,
+    RolloutFile,
+    is_own_loop,
+    read_config,
+    rollout_bytes,
+    rollout_files,
+    step_of,
+)
 from rlloop.runs.journal import open_journal
 
 Id = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -201,7 +209,7 @@ class History:
         """A step's rollouts; for a damaged file the reason."""
         file = self.files[step]
         try:
-            content = file.read_bytes()
+            content = rollout_bytes(file)
             rows = [_ROW.decode(line) for line in zstandard.decompress(content).splitlines()]
         except (OSError, zstandard.ZstdError, MemoryError, *UNREADABLE) as error:
             return f"{file.name} is damaged: {error}"

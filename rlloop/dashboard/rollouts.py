@@ -24,7 +24,7 @@ import zstandard
 from rlloop.cache import cache_root
 from rlloop.dashboard.chat_text import plain, question_of
 from rlloop.dashboard.tokens import surprise
-from rlloop.runs.folder import RolloutFile, rollout_file, rollout_files, step_of
+from rlloop.runs.folder import RolloutFile, rollout_bytes, rollout_file, rollout_files, step_of
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, size INTEGER, changed INTEGER, rows INTEGER, problem TEXT);
@@ -158,13 +158,10 @@ class RolloutIndex:
 
     def _read(self, file: RolloutFile) -> None:
         step = step_of(file)
-        with self._writing:
+        with self._writing, suppress(FileNotFoundError):  # set aside by a resume since it was listed
+            stat = file.stat()
             try:
-                stat = file.stat()
-            except FileNotFoundError:  # moved by a resume since it was listed
-                return
-            try:
-                rows, texts, problem = *_index_rows(step, file), None
+                rows, texts, problem = *_index_rows(step, rollout_bytes(file)), None
             except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 rows, texts, problem = [], [], f"{file.name} is damaged: {error}"
             with self._open() as database:
@@ -241,8 +238,11 @@ class RolloutIndex:
         file = rollout_file(self.run, step)
         if file is None:
             return None
-        with _lines(file) as lines:
-            text = next((each for number, each in enumerate(lines) if number == line), None)
+        try:
+            lines = _lines(rollout_bytes(file))
+        except FileNotFoundError:  # set aside by a resume at this moment
+            return None
+        text = next((each for number, each in enumerate(lines) if number == line), None)
         return None if text is None else msgspec.json.decode(text)
 
 
@@ -270,21 +270,17 @@ def _forget(database: sqlite3.Connection, step: int) -> None:
     database.execute("DELETE FROM files WHERE step = ?", (step,))
 
 
-@contextmanager
-def _lines(file: RolloutFile) -> Iterator[io.BufferedReader]:
-    with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
-        yield io.BufferedReader(stream)
+def _lines(content: bytes) -> io.BufferedReader:
+    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(content))
 
 
-def _index_rows(step: int, file: RolloutFile) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, str]]]:
+def _index_rows(step: int, content: bytes) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, str]]]:
     """Rows of the tables `rollouts` and `texts`."""
-    with file.open("rb") as packed:
-        whole = zstandard.frame_content_size(packed.read(18))
-    with _lines(file) as lines:
-        rows, read = [], 0
-        for line in lines:
-            rows.append(_DECODER.decode(line))
-            read += len(line)
+    rows, read = [], 0
+    for line in _lines(content):
+        rows.append(_DECODER.decode(line))
+        read += len(line)
+    whole = zstandard.frame_content_size(content)
     if whole not in (-1, read):  # the decompressor does not report a frame that is cut short
         raise zstandard.ZstdError(f"it holds {read} of {whole} bytes")
     scored = [row for row in rows if row.trainer_logprobs is not None]

@@ -28,7 +28,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import yaml
@@ -42,11 +42,13 @@ from rlloop.runs.journal import (
     PackedFile,
     compress,
     content_of,
+    decoded,
     last_of,
     open_journal,
     pack,
     packed_files,
     segments,
+    split_records,
     unpack,
 )
 
@@ -59,7 +61,6 @@ JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # at most one line for
 ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
 
 RolloutFile = Path | PackedFile
-T = TypeVar("T")
 
 
 class RunFolder:
@@ -71,7 +72,7 @@ class RunFolder:
         self._locks: list[int] = []
         try:
             if (path / "config.json").exists():
-                raise RunError(f"{path} is a model's folder (it has a config.json); choose another run.dir")
+                raise RunError(f"{path} is a model's folder (it has a config.json); choose another folder")
             if not (path / "config.yaml").exists() and (other := next(path.glob("*/parity.jsonl"), None)):
                 raise RunError(f"{path} holds other runs, such as {other.parent}; choose a run.dir of this run's own")
             self._is_new = not path.exists() or not any(path.iterdir())
@@ -81,10 +82,10 @@ class RunFolder:
                 fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.__exit__()
-            raise RunError(f"another process is running in {path}; wait for it, or choose another run.dir") from None
+            raise RunError(f"another process is running in {path}; wait for it, or choose another folder") from None
         except OSError as error:
             self.__exit__()
-            raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another run.dir") from None
+            raise RunError(f"cannot write a run into {path}: {error.strerror}; choose another folder") from None
         self.metrics = Journal(path / "metrics.jsonl")
         self.parity = Journal(path / "parity.jsonl")
         self.fleet = Journal(path / "fleet.jsonl")
@@ -167,7 +168,7 @@ class RunFolder:
             if not file.exists() and not later:
                 continue
             content = b"".join(map(content_of, later)) + (file.read_bytes() if file.exists() else b"")
-            kept, rest = _split_records(file, content, keep)
+            kept, rest = split_records(file, content, keep)
             if rest:
                 aside.mkdir(parents=True, exist_ok=True)
                 write_whole(aside / name, rest)
@@ -225,7 +226,7 @@ class RunFolder:
     def note_fingerprints(self, by_digest: Mapping[str, Mapping[str, Any]]) -> None:
         """Record fingerprints by their digests. A new one in an old run is logged, since its bits may differ."""
         file = self.path / "fingerprints.json"
-        known = _decoded(file.read_bytes(), file, dict[str, dict[str, Any]]) if file.exists() else {}
+        known = decoded(file.read_bytes(), file, dict[str, dict[str, Any]]) if file.exists() else {}
         new = {digest: fingerprint for digest, fingerprint in by_digest.items() if digest not in known}
         if new:
             write_whole(file, json.dumps({**known, **new}, indent=1, sort_keys=True).encode())
@@ -282,12 +283,22 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield _decoded(line, f"{file}, line {number},", dict[str, Any])
+            yield decoded(line, f"{file}, line {number},", dict[str, Any])
+
+
+def rollout_bytes(file: RolloutFile) -> bytes:
+    """Content of a step's file, also where it was packed, or unpacked by a resume, since it was listed."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        if (now := rollout_file(file.parents[1], step_of(file))) is None:
+            raise
+        return now.read_bytes()
 
 
 def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
     try:  # all at once: a streaming decoder would silently accept a file that is cut short
-        return [msgspec.json.decode(line) for line in zstandard.decompress(file.read_bytes()).splitlines()]
+        return [msgspec.json.decode(line) for line in zstandard.decompress(rollout_bytes(file)).splitlines()]
     except (zstandard.ZstdError, *UNREADABLE) as error:
         raise RunError(f"{file} is damaged: {error}") from error
 
@@ -295,9 +306,12 @@ def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
 def rollout_files(path: Path) -> list[RolloutFile]:
     """Files of each step's rollouts, in order. Raises `RunError` for a damaged archive."""
     folder, files = path / "rollouts", dict[str, RolloutFile]()
-    files |= {file.name: file for file in folder.glob("step_*") if ROLLOUTS.fullmatch(file.name)}
-    for archive in folder.glob("step_*.zip"):  # last: the others may be packed at this moment
-        files |= {file.name: file for file in packed_files(archive)}
+    for pattern in ("step_*.zst", "step_*.zip", "step_*.zst"):  # at this moment some may be packed, or unpacked
+        for file in folder.glob(pattern):
+            if pattern == "step_*.zip":
+                files |= {each.name: each for each in packed_files(file)}
+            elif ROLLOUTS.fullmatch(file.name):
+                files[file.name] = file
     return [files[name] for name in sorted(files)]
 
 
@@ -308,7 +322,8 @@ def rollout_file(path: Path, step: int) -> RolloutFile | None:
         return file
     archives = [each for each in (path / "rollouts").glob("step_*.zip") if last_of(each) >= step]
     within = packed_files(min(archives, key=last_of)) if archives else []
-    return next((each for each in within if each.name == file.name), None)
+    packed = next((each for each in within if each.name == file.name), None)
+    return file if packed is None and file.exists() else packed  # a resume may have unpacked it at this moment
 
 
 def step_of(file: RolloutFile) -> int:
@@ -339,33 +354,7 @@ def is_own_loop(config: Mapping[str, Any]) -> bool:
 def read_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
     remedy = "delete it: it is written again when the run ends"
-    return _decoded(file.read_bytes(), file, dict[str, Any], remedy) if file.exists() else None
-
-
-class _Step(msgspec.Struct):
-    """The key of a record that tells its step."""
-
-    step: int
-
-
-def _decoded(
-    content: bytes, where: str | Path, kind: type[T], remedy: str = "restore it from a copy, or choose another run.dir"
-) -> T:
-    """Decode JSON that the run wrote. Raises `RunError` with `remedy`."""
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except UNREADABLE as error:
-        raise RunError(f"{where} is damaged: {error}; {remedy}") from None
-
-
-def _split_records(file: Path, content: bytes, keep: int) -> tuple[bytes, bytes]:
-    """The lines up to step `keep`, and everything after."""
-    end = 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n") or _decoded(line, f"{file}, line {number},", _Step).step > keep:
-            break
-        end += len(line)
-    return content[:end], content[end:]
+    return decoded(file.read_bytes(), file, dict[str, Any], remedy) if file.exists() else None
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], status: str) -> dict[str, Any]:

@@ -16,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 import zstandard
 
-from rlloop.errors import RunError
+from rlloop.errors import UNREADABLE, RunError
 
 ROTATED = "rotated"  # folder beside the journals
 BLOCK = 1 << 16  # bytes read at a time
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -209,6 +211,35 @@ def _size(file: Path) -> int:
         return _size(file.with_name(file.name + ".zst"))
 
 
+# ------------------------------------------------------------------------------------------------ records
+
+
+class _Step(msgspec.Struct):
+    """The key of a record that tells its step."""
+
+    step: int
+
+
+def decoded(
+    content: bytes, where: str | Path, kind: type[T], remedy: str = "restore it from a copy, or choose another folder"
+) -> T:
+    """Decode JSON that the run wrote. Raises `RunError` with `remedy`."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except UNREADABLE as error:
+        raise RunError(f"{where} is damaged: {error}; {remedy}") from None
+
+
+def split_records(file: Path, content: bytes, keep: int) -> tuple[bytes, bytes]:
+    """The lines up to step `keep`, and everything after."""
+    end = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n") or decoded(line, f"{file}, line {number},", _Step).step > keep:
+            break
+        end += len(line)
+    return content[:end], content[end:]
+
+
 # ------------------------------------------------------------------------------------------------ rollouts
 
 
@@ -217,7 +248,7 @@ class PackedFile:
 
     def __init__(self, archive: Path, entry: zipfile.ZipInfo) -> None:
         self.archive, self._entry = archive, entry
-        self.name, self.suffix = entry.filename, ".zst"
+        self.name, self.suffix, self.parents = entry.filename, ".zst", archive.parents
 
     def __str__(self) -> str:
         return f"{self.archive}/{self.name}"
@@ -228,9 +259,6 @@ class PackedFile:
     def read_bytes(self) -> bytes:
         with zipfile.ZipFile(self.archive) as archive:
             return archive.read(self._entry)
-
-    def open(self, mode: str = "rb") -> BinaryIO:
-        return cast(BinaryIO, io.BytesIO(self.read_bytes()))
 
     def stat(self) -> SimpleNamespace:
         """Size, and time of change in ns, as before it was packed."""
@@ -270,5 +298,7 @@ def packed_files(archive: Path) -> list[PackedFile]:
     try:
         with zipfile.ZipFile(archive) as packed:
             return [PackedFile(archive, entry) for entry in packed.infolist()]
+    except FileNotFoundError:  # a resume has unpacked it
+        return []
     except (zipfile.BadZipFile, OSError) as error:
         raise RunError(f"{archive} is damaged: {error}; restore it from a copy") from error

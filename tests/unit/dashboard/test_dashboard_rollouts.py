@@ -12,7 +12,8 @@ import zstandard
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.rollouts import ORDERS, RolloutIndex, page_query
 from rlloop.dashboard.runs import Run
-from rlloop.runs.folder import read_rollouts, rollout_files
+from rlloop.runs.folder import read_rollouts, rollout_bytes, rollout_files
+from rlloop.runs.journal import pack, unpack
 from tests.support.dashboard_runs import write_run
 
 
@@ -157,6 +158,26 @@ def test_a_file_that_is_moved_since_it_was_listed_is_left_for_the_next_time(run,
     index.update()
     assert index.page(step=1)["total"] == 12
     assert index.page(step=9)["total"] == 0
+
+
+def test_files_that_are_packed_while_they_are_read_are_read(run, monkeypatch):
+    rows, index, archive = plain(run), RolloutIndex(run), run / "rollouts" / "step_00000005.zip"
+
+    def packed(file):
+        if not archive.exists():
+            pack(sorted(archive.parent.iterdir()), archive)
+        return rollout_bytes(file)
+
+    monkeypatch.setattr("rlloop.dashboard.rollouts.rollout_bytes", packed)
+    assert index.row(2, 5)["uid"] == rows[17]["uid"]
+    unpack(archive)
+    assert index.page(step=2, order="order")["rows"][5]["uid"] == rows[17]["uid"]
+    unpack(archive)
+    index.update()  # of the first file it reads; the others are packed then
+    index.update()
+    assert index.page()["total"] == len(rows)
+    assert index.pending() == ([], [])
+    index.close()
 
 
 def test_a_damaged_file_is_told_and_the_rest_is_there(run):

@@ -192,6 +192,40 @@ def test_rollouts_that_are_packed_while_they_are_listed_are_not_missing(tmp_path
         assert rows_of(folder.path) == ["1/0/0", "2/0/0", "3/0/0"]
 
 
+def test_rollouts_that_are_unpacked_while_they_are_listed_are_not_missing(tmp_path, often, monkeypatch):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 6))
+    archive, glob = folder.rollouts / "step_00000005.zip", Path.glob
+
+    def unpacked(path: Path, pattern: str):
+        found = list(glob(path, pattern))
+        if archive in found and archive.exists():
+            unpack(archive)
+        return iter(found)
+
+    for read in (rows_of, lambda path: read_rollouts(rollout_file(path, 2))):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "glob", unpacked)
+            assert read(folder.path)
+        assert not archive.exists()
+        assert rows_of(folder.path) == [f"{step}/0/0" for step in range(1, 6)]
+        pack(sorted(folder.rollouts.iterdir()), archive)
+
+
+def test_rollouts_that_are_packed_or_unpacked_since_they_were_listed_are_read(tmp_path, often):
+    with RunFolder(tmp_path / "run") as folder:
+        take(folder, range(1, 4))
+    loose, archive = rollout_files(folder.path), folder.rollouts / "step_00000003.zip"
+    pack(sorted(folder.rollouts.iterdir()), archive)
+    packed = rollout_files(folder.path)
+    assert [read_rollouts(file) for file in loose] == [read_rollouts(file) for file in packed]
+    unpack(archive)
+    assert [read_rollouts(file) for file in packed] == [read_rollouts(file) for file in loose]
+    loose[0].unlink()
+    with pytest.raises(FileNotFoundError):
+        read_rollouts(loose[0])
+
+
 def test_damage_is_named(tmp_path, often):
     with RunFolder(tmp_path / "run") as folder:
         take(folder, range(1, 13))
