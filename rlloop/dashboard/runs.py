@@ -21,10 +21,10 @@ import yaml
 
 from rlloop.config.resume import flatten
 from rlloop.config.tasks import offline_kind
-from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.metrics import outcome_names, pass_or_fail
 from rlloop.parity.certificate import find_breaks
+from rlloop.runs.find import find_runs
 from rlloop.runs.folder import is_own_loop
 from rlloop.runs.journal import open_journal
 

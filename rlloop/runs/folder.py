@@ -36,6 +36,7 @@ import zstandard
 
 from rlloop.config.resume import refuse_other_run
 from rlloop.errors import UNREADABLE, RunError, did_you_mean
+from rlloop.runs.find import runs_below
 from rlloop.runs.journal import (
     ROTATED,
     Journal,
@@ -57,6 +58,7 @@ SIGNATURES = "signatures.jsonl"
 OWN_LOOP = {"loop": "own"}  # in config.yaml: the run is not of `rlloop train` (rlloop.loop.own)
 SEGMENT = 16 << 20  # bytes after which a journal is rotated, at a checkpoint
 PACKED = 1000  # steps whose rollouts become one file, likewise
+DEPTH = 3  # in which a new run may not hide other runs: RECIPE/TIME/JOB of a sweep
 JOURNALS = ("metrics.jsonl", "parity.jsonl", SIGNATURES)  # at most one line for each step
 ROLLOUTS = re.compile(r"step_(\d{8,18})\.jsonl\.zst")
 
@@ -73,8 +75,8 @@ class RunFolder:
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another folder")
-            if not (path / "config.yaml").exists() and (other := next(path.glob("*/parity.jsonl"), None)):
-                raise RunError(f"{path} holds other runs, such as {other.parent}; choose a run.dir of this run's own")
+            if not (path / "config.yaml").exists() and (other := next(runs_below(path, DEPTH), None)):
+                raise RunError(f"{path} holds other runs, such as {other}; choose a folder of this run's own")
             self._is_new = not path.exists() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)
             for target, flags in ((path, os.O_RDONLY), (path / ".lock", os.O_RDWR | os.O_CREAT)):

@@ -6,8 +6,8 @@ import pytest
 
 from rlloop.audit import verify
 from rlloop.dashboard.demo import BEGIN, LIVE, Replay, recorded_runs, unpack
-from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.runs import Run
+from rlloop.runs.find import find_runs
 from rlloop.runs.folder import read_records
 
 

@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
-from rlloop.dashboard.find import find_runs
 from rlloop.dashboard.runs import Run, Runs
+from rlloop.runs.find import find_runs
 from rlloop.runs.folder import RunFolder
 from tests.support.dashboard_runs import Writer, write_run
 

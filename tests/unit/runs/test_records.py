@@ -167,11 +167,16 @@ def test_two_processes_cannot_hold_one_folder_nor_one_a_models(tmp_path):
 
 
 def test_a_run_does_not_hide_the_runs_below_its_folder(tmp_path):
-    filled(tmp_path / "runs", last=1).__exit__()
-    with pytest.raises(
-        RunError, match=r"runs holds other runs, such as .*runs/run; choose a run.dir of this run's own"
-    ):
-        RunFolder(tmp_path / "runs")
+    run = tmp_path / "runs" / "sweep" / "a"
+    with RunFolder(run) as folder:
+        folder.adopt({"seed": 0})
+    for above in (run.parent, run.parent.parent):
+        with pytest.raises(RunError, match=rf"holds other runs, such as {run}; choose a folder of this run's own"):
+            RunFolder(above)
+        assert not (above / ".lock").exists()
+    (tmp_path / "new" / "data").mkdir(parents=True)
+    for free in (tmp_path / "new", run):
+        RunFolder(free).__exit__()
 
 
 def test_nor_after_somebody_deleted_the_lock(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlloop.runs.journal import ROTATED
@@ -15,31 +16,37 @@ LINKED = 2  # of them, below a link: RECIPE/TIME of multiruns, and never a whole
 
 
 def find_runs(root: Path) -> list[str]:
-    """Ids of the runs at or below `root`: their paths relative to it, sorted; "." for `root` itself.
+    """Ids of the runs at or below `root`: their paths relative to it, sorted; "." for `root` itself."""
+    return sorted(path.relative_to(root).as_posix() for path in runs_below(root))
+
+
+def runs_below(root: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """Folders of the runs at or below `root`, as they are found.
 
     Links to folders are followed `LINKED` folders deep where `_is_trusted`. A run that several paths lead to is found
     once, without a link if there is such a path.
     """
-    ids = dict[tuple[int, int], str]()
+    found = set[tuple[int, int]]()
     seen = dict[tuple[int, int], int]()  # folders, and how deep below them was searched
-    tops = [(root, DEPTH)]
-    for top, depth in tops:  # which grows by the links that are found
+    tops = [(root, depth)]
+    for top, within in tops:  # which grows by the links that are found
         for folder, below, files in os.walk(top):
             path = Path(folder)
-            left = depth - len(path.relative_to(top).parts)
+            left = within - len(path.relative_to(top).parts)
             identity = _identity(path)
             if identity is None or seen.get(identity, -1) >= left:
                 below.clear()
                 continue
             seen[identity] = left
             if "config.yaml" in files and any(mark in files for mark in MARKS):
-                ids.setdefault(identity, path.relative_to(root).as_posix())
                 below.clear()
+                if identity not in found:
+                    found.add(identity)
+                    yield path
             elif left <= 0:
                 below.clear()
             below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
             tops += [(path / name, min(left - 1, LINKED)) for name in below if _is_trusted(path / name)]
-    return sorted(ids.values())
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
