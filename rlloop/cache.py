@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlloop.errors import ConfigError
 from rlloop.numerics.folders import private
+from rlloop.parallel.layout import is_other_rank
 
 
 def cache_root() -> Path:
@@ -30,10 +31,10 @@ def cache_root() -> Path:
 
 def made_once(name: str, make: Callable[[Path], object], says: str = "") -> Path:
     """The folder `name` in the cache. At first use `make(folder)` writes it, under another name until it is whole;
-    `says` is printed before, for what takes long."""
+    `says` is printed before, by one rank, for what takes long."""
     root = cache_root()
     if not (root / name).exists():
-        if says:
+        if says and not is_other_rank():
             print(says, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
             make(Path(scratch) / "made")

@@ -8,8 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlloop.cli.parser import is_other_rank, new_parser
+from rlloop.cli.parser import new_parser
 from rlloop.errors import ConfigError
+from rlloop.parallel.layout import is_other_rank
 
 if TYPE_CHECKING:
     from rlloop.cli.machine_check import Line  # imports torch

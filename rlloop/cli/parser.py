@@ -90,14 +90,6 @@ def new_parser(command: str, description: str, epilog: str = "") -> Parser:
     )
 
 
-def is_other_rank(*, of_machine: bool = False) -> bool:
-    """True in a process of a launcher such as torchrun that is not the first, or not the first of its machine."""
-    rank, *others = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if not (rank and all(others)) or others[0] == "1":
-        return False
-    return (os.environ.get("LOCAL_RANK", "0") if of_machine else rank) != "0"
-
-
 def completed_command(names: Sequence[str]) -> str | None:
     """The command whose arguments a shell completes; None without a command or a completion request."""
     words = os.environ.get("COMP_LINE", "").split(" ")

@@ -12,8 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlloop.cli.parser import is_other_rank, new_parser, recipe_names, settings
+from rlloop.cli.parser import new_parser, recipe_names, settings
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.parallel.layout import is_other_rank
 
 if TYPE_CHECKING:
     from rlloop.launch.run import Job

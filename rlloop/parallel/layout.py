@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -143,3 +144,11 @@ def without_stages(layout: Layout) -> str:
 def _changes(key: str, layout: Layout, other: Layout) -> list[str]:
     names = sorted(vars(layout), key="dp_shard".__eq__)  # which follows from the others
     return [f"{key}.{name}={getattr(other, name)}" for name in names if getattr(other, name) != getattr(layout, name)]
+
+
+def is_other_rank(*, of_machine: bool = False) -> bool:
+    """True in a process of a launcher such as torchrun that is not the first, or not the first of its machine."""
+    rank, *others = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if not (rank and all(others)) or others[0] == "1":
+        return False
+    return (os.environ.get("LOCAL_RANK", "0") if of_machine else rank) != "0"
