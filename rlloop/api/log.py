@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from rlloop.errors import UNREADABLE, RunError
+from rlloop.training.futures import promised
 
 MAGIC = b"rlloop commands 1\n"
 KEPT_BYTES = 1 << 30  # size of log segments before the newest state that are kept for `rlloop verify`
@@ -157,13 +158,13 @@ class Committer:
 
     def append(self, log: CommandLog, record: Record) -> Future[None]:
         """The future is done when the record is on disk; it has the `OSError` if it could not be written."""
-        future = _running()
+        future: Future[None] = promised()
         self._queue.put((log, record, future))
         return future
 
     def between(self, work: Callable[[], object]) -> Future[None]:
         """Call `work` in the committer's thread, when all that was appended before is on disk."""
-        future = _running()
+        future: Future[None] = promised()
         self._queue.put((work, None, future))
         return future
 
@@ -211,13 +212,6 @@ class Committer:
                 else:
                     future.set_exception(error)
         batch.clear()
-
-
-def _running() -> Future[None]:
-    """A future that nobody who waits for it can cancel, at which the thread would end."""
-    future = Future[None]()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 def _resolve(future: Future[None], work: Callable[[], object]) -> None:
@@ -309,9 +303,9 @@ class CommandLog:
 
     @property
     def nbytes(self) -> int:
-        file = self._file
-        with suppress(OSError):  # the committer closes it at this moment
-            return 0 if file is None else os.fstat(file).st_size
+        """Size of the newest segment; 0 for a closed log."""
+        with suppress(FileNotFoundError):  # the committer has begun another at this moment
+            return 0 if self._file is None else self._path.stat().st_size
         return 0
 
     def _rotate(self, first: int, carried: Sequence[Record], keep_bytes: int) -> None:

@@ -202,12 +202,24 @@ def test_a_log_without_states_shrinks(tmp_path, committer):
 
 
 def test_the_size_of_a_log_can_be_asked_for_while_its_file_is_closed(tmp_path, committer, monkeypatch):
-    log, close, sizes = CommandLog(tmp_path, committer), os.close, []
+    log, close, unlink, sizes, others = CommandLog(tmp_path / "log", committer), os.close, Path.unlink, [], []
+    (tmp_path / "large").write_bytes(bytes(1 << 20))
     appended(log, *(command(number) for number in range(3)))
-    monkeypatch.setattr(os, "close", lambda file: (close(file), sizes.append(log.nbytes)))
+    size = log.nbytes
+
+    def closed(file: int) -> None:
+        close(file)
+        others.append(os.open(tmp_path / "large", os.O_RDONLY))  # which has the descriptor of the closed file
+        sizes.append(log.nbytes)
+
+    monkeypatch.setattr(os, "close", closed)
+    monkeypatch.setattr(Path, "unlink", lambda path: (unlink(path), sizes.append(log.nbytes)))
     log.shrink(lambda records: records).result(240)
     log.close().result(240)
-    assert sizes
+    monkeypatch.undo()
+    assert max(sizes) <= size
+    for file in others:
+        os.close(file)
 
 
 def test_a_record_of_another_log_may_come_while_the_last_ones_are_written(tmp_path, monkeypatch):
