@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import secrets
 import socket
 import sys
@@ -61,19 +60,17 @@ def _create_folder(folder: Path, option: str) -> Path:
 
 def _create_token(file: Path) -> Path:
     """Write a new token to the file if it does not exist."""
+    from rlloop.sync.manifest import write_secret
+
     try:
-        with contextlib.suppress(FileExistsError), open(file, "x", opener=_open_private) as new:
-            new.write(secrets.token_hex(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            write_secret(file, secrets.token_hex(32).encode() + b"\n")
     except OSError as error:
         raise ConfigError(
             f"the token {file} cannot be written: {error.strerror}; choose another --signing-key"
         ) from None
     print(f"rlloop trainer: the fleet's token is in {file}; give it to engines and relays by --token-file", flush=True)
     return file
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _announce(kind: str) -> Callable[[str], None]:

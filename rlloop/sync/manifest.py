@@ -13,7 +13,10 @@ and only grows, whereas `step` goes back when a trainer resumes from an older ch
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -280,16 +283,36 @@ def hash_of(blob: bytes | bytearray | memoryview) -> bytes:
 
 def new_key(path: Path) -> Ed25519PrivateKey:
     """Write a new private key to `path` (PEM, mode 0600), and its public key to `path`.pub (hexadecimal).
-    Raises `ConfigError` if they cannot be written."""
+    Raises `FileExistsError`, and `ConfigError` if they cannot be written."""
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     try:
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_bytes(pem)
-        path.with_name(path.name + ".pub").write_text(public_hex(key) + "\n")
+        write_secret(path, pem)
+        try:
+            path.with_name(path.name + ".pub").write_text(public_hex(key) + "\n")
+        except OSError:
+            path.unlink()
+            raise
+    except FileExistsError:
+        raise
     except OSError as error:
         raise ConfigError(f"the signing key {path} cannot be written: {error.strerror}; choose another path") from None
     return key
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file (mode 0600), which others that start at this moment find whole or not at all. Raises
+    `FileExistsError`."""
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+        file.write(content)
+        file.flush()
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            path.touch(mode=0o600, exist_ok=False)
+            path.write_bytes(content)
 
 
 def load_key(path: Path) -> Ed25519PrivateKey:
@@ -307,7 +330,10 @@ def load_key(path: Path) -> Ed25519PrivateKey:
 
 
 def load_or_make_key(path: Path) -> Ed25519PrivateKey:
-    return load_key(path) if path.exists() else new_key(path)
+    with suppress(FileExistsError):  # another process that starts now is faster
+        if not path.exists():
+            return new_key(path)
+    return load_key(path)
 
 
 def public_key(text: str) -> Ed25519PublicKey:

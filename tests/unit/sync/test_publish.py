@@ -1,5 +1,6 @@
 """Publisher and replica over a folder: chains, anchors, squashes, collection, names."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -427,6 +428,39 @@ def test_keys(tmp_path):
     with pytest.raises(ConfigError, match=r"is a private key .its .pub file") as mistaken:  # nothing of which is told
         public_key((tmp_path / "key").read_text())
     assert "MC4C" not in str(mistaken.value)
+
+
+def test_of_two_first_starts_at_once_one_makes_the_key(tmp_path, monkeypatch):
+    path, link = tmp_path / "key", os.link
+    other: list[str] = []
+
+    def first(source, target):
+        assert not path.exists()  # and nothing torn
+        monkeypatch.setattr(os, "link", link)
+        other.append(public_hex(load_or_make_key(path)))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", first)
+    assert [public_hex(load_or_make_key(path))] == other
+    assert (tmp_path / "key.pub").read_text().strip() == other[0]
+    assert {file.name for file in tmp_path.iterdir()} == {"key", "key.pub"}
+
+
+def test_a_key_can_lie_in_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refused)
+    key = load_or_make_key(tmp_path / "key")
+    assert public_hex(load_or_make_key(tmp_path / "key")) == public_hex(key)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_whose_public_half_cannot_be_written_is_not_left(tmp_path):
+    (tmp_path / "key.pub").mkdir()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="key cannot be written: Is a directory; choose another path"):
+            load_or_make_key(tmp_path / "key")
 
 
 def test_what_a_publisher_refuses(store):
