@@ -26,12 +26,20 @@ def worth_another_try(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
+def without_login(url: str) -> str:
+    """The address without `user:password@`, for messages, which are recorded."""
+    return str(httpx.URL(url).copy_with(userinfo=b""))
+
+
 async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
-    """`client.post`, whose transport errors name the server."""
+    """`client.post`, whose errors name the server; `user:password@` of the address are sent as basic authentication."""
+    login, server = httpx.URL(url), without_login(url)
+    if login.userinfo:
+        content["auth"] = (login.username, login.password)
     try:
-        return await client.post(url, **content)
+        return await client.post(server, **content)
     except httpx.TransportError as error:
-        raise type(error)(f"{url}: {error}") from None
+        raise type(error)(f"{server}: {error}" if str(error) else server) from None
 
 
 class HttpReward:
@@ -73,7 +81,9 @@ class HttpReward:
         )
         answer = await tries(self._post, self._client.get(), body, headers)
         if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
-            raise ValueError(f"{self.url} answered {answer!r}; expected a JSON object with a number under 'reward'")
+            raise ValueError(
+                f"{without_login(self.url)} answered {answer!r}; expected a JSON object with a number under 'reward'"
+            )
         reward = float(answer["reward"])
         return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components") or {})
 

@@ -12,7 +12,7 @@ import tenacity
 from rlloop.chat import ChatTokenizer
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, post, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, post, without_login, worth_another_try
 from rlloop.types import Example, RewardResult
 from rlloop.web.clients import async_client
 
@@ -84,7 +84,9 @@ class RewardModel:
         answer = await tries(self._scored, self._client.get(), ids)
         reward = answer["choices"][0]["prompt_logprobs"][-1][str(self._verdict)]["logprob"]
         if reward is None:
-            raise ValueError(f"{self.url}: the verdict token {self._verdict} is impossible after this completion")
+            raise ValueError(
+                f"{without_login(self.url)}: the verdict token {self._verdict} is impossible after this completion"
+            )
         solved = self._solved_at is not None and reward >= self._solved_at
         return RewardResult(float(reward), solved)
 
@@ -97,5 +99,7 @@ class RewardModel:
         body = {"model": self._model, "prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
         response = await post(client, f"{self.url}/v1/completions", json=body)
         if response.status_code == httpx.codes.BAD_REQUEST:
-            raise ConfigError(f"{self.url} refuses a completion of {len(ids)} tokens: {response.text:.300}")
+            raise ConfigError(
+                f"{without_login(self.url)} refuses a completion of {len(ids)} tokens: {response.text:.300}"
+            )
         return response.raise_for_status().json()
