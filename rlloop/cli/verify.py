@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--witness", type=Path, metavar="FILE", help="file written by certificate.witness")
     args = parser.parse_args(arguments)
-    if args.witness is not None and not args.witness.is_file():
+    if args.witness is not None and (not args.witness.exists() or args.witness.is_dir()):  # it may be a pipe
         raise ConfigError(f"--witness {args.witness} is not a file; give the one that certificate.witness names")
 
     from rich.console import Console

@@ -248,6 +248,7 @@ RELAY = ["serve", "relay", "--upstream", "http://127.0.0.1:1", "--cache", "c"]
         (["shapes", "nope"], "there is no training shape 'nope'; rlloop shapes lists all"),
         (["verify", "nosuch"], "there is no run nosuch"),
         (["verify", "nosuch", "--witness", "none"], "--witness none is not a file"),
+        (["verify", "nosuch", "--witness", "/dev/null"], "there is no run nosuch"),  # as a pipe, not a regular file
         (["compare", "nosuch", "other"], "there is no run nosuch"),
         (["verify", "recipes"], "recipes is not a run's folder"),
         (["compare", "a", "b", "-o", "/dev/null/report.html"], "its folder cannot be created: "),

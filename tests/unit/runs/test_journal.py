@@ -250,6 +250,14 @@ def test_packed_files_come_back_as_they_were(tmp_path):
     assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
 
 
+def test_a_pipe_is_read_as_a_journal():
+    read, write = os.pipe()
+    os.write(write, b'{"step": 1}\n')
+    os.close(write)
+    assert list(read_records(Path(f"/dev/fd/{read}"))) == [{"step": 1}]
+    os.close(read)
+
+
 def test_a_line_that_found_no_room_leaves_none_of_itself(tmp_path):
     journal, other = Journal(tmp_path / "a.jsonl"), Journal(tmp_path / "b.jsonl")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
