@@ -158,7 +158,7 @@ class RolloutIndex:
 
     def _read(self, file: RolloutFile) -> None:
         step = step_of(file)
-        with self._writing, suppress(FileNotFoundError):  # set aside by a resume since it was listed
+        with self._writing, suppress(FileNotFoundError):  # moved since it was listed: read where it is the next time
             stat = file.stat()
             try:
                 rows, texts, problem = *_index_rows(step, rollout_bytes(file)), None
