@@ -31,10 +31,10 @@ def cache_root() -> Path:
 
 def made_once(name: str, make: Callable[[Path], object], says: str = "") -> Path:
     """The folder `name` in the cache. At first use `make(folder)` writes it, under another name until it is whole;
-    `says` is printed before, by one rank, for what takes long."""
+    `says` is printed before, by one rank of each machine, for what takes long."""
     root = cache_root()
     if not (root / name).exists():
-        if says and not is_other_rank():
+        if says and not is_other_rank(of_machine=True):
             print(says, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
             make(Path(scratch) / "made")

@@ -55,7 +55,7 @@ def read_jobs(path: Path, only: Sequence[str]) -> list[Job]:
     names = [job.name for job in jobs]
     unknown = {name for job in jobs for name in job.after} | set(only)
     if unknown := unknown - set(names):
-        raise SystemExit(f"{path} has no job {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+        raise LookupError(f"{path} has no job {', '.join(sorted(unknown))}; it has {', '.join(names)}")
     if only:
         jobs = [replace(job, after=set(job.after) & set(only)) for job in jobs if job.name in only]
     return jobs
@@ -137,13 +137,13 @@ def run(path: Path, only: Sequence[str], gpus: int, seconds: float, out: Path | 
                     results[job.name] = made, job.began, now
                     said = "" if out is None else last_line(out / f"{job.name}.log")
                     print(f"{job.began:6.0f} {now:6.0f}  {made:8}  {job.name}  {said}", flush=True)
-            with suppress(OSError, ValueError, LookupError, TypeError, SystemExit):  # as while it is being saved
+            with suppress(OSError, ValueError, LookupError, TypeError):  # as while it is being saved
                 jobs = read_jobs(path, only)
             while job := next_job(jobs, running, results, gpus, now, seconds):
                 job.began = now
+                running.append(job)
                 if out is not None:
                     start(job, out)
-                running.append(job)
             if not running:
                 break
             if out is None:
@@ -169,11 +169,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/gpu_jobs"), help="folder of the logs")
     parser.add_argument("--plan", action="store_true")
     asked = parser.parse_args()
+    try:
+        read_jobs(asked.jobs, asked.only)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        parser.error(str(error.args[0]) if isinstance(error, LookupError) else f"{asked.jobs}: {error}")
     gpus = asked.gpus
-    if gpus is None:
+    if gpus is None or not asked.plan:
         import torch
 
-        gpus = torch.cuda.device_count()
+        here = torch.cuda.device_count()
+        gpus = here if gpus is None else min(gpus, here) if here else gpus
     if asked.plan:
         return run(asked.jobs, asked.only, gpus, asked.seconds, None)
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -304,7 +304,7 @@ class CommandLog:
     @property
     def nbytes(self) -> int:
         """Size of the newest segment; 0 for a closed log."""
-        with suppress(FileNotFoundError):  # the committer has begun another at this moment
+        with suppress(OSError):  # the committer has begun another at this moment
             return 0 if self._file is None else self._path.stat().st_size
         return 0
 

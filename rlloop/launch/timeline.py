@@ -27,13 +27,14 @@ class Timeline:
         self.file, self._note = folder / FILE, note
         self._first: int | None = None  # step after which it started
         self._profiler: Any = None
-        self._gpu = False  # this process uses one
+        self._gpu = self._traced = False  # this process uses one; a whole step was traced
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Mark what runs within, as `rlloop: NAME`."""
         return record_function(f"rlloop: {name}")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._traced = self._first is not None and step > self._first
         if step > 0 and self._first is None:
             # The profiler reads it once, as it starts. 6 hides its lines of starts and stops (5), and also errors (4).
             level = os.environ.get("KINETO_LOG_LEVEL")
@@ -53,5 +54,5 @@ class Timeline:
             profiler.stop()
             profiler.export_chrome_trace(str(self.file))
             events = profiler.profiler.kineto_results.events()
-            if self._gpu and all(event.device_type().name != "CUDA" for event in events):
+            if self._gpu and self._traced and all(event.device_type().name != "CUDA" for event in events):
                 self._note(f"{FILE} has no kernel of the GPU: another profiler may be at work in this process")

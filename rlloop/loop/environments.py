@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlloop.chat import Message
 from rlloop.protocols import Task
-from rlloop.rewards.event_loop import OWNER, EventLoop, LoopBlocked
+from rlloop.rewards.event_loop import EventLoop, LoopBlocked
 from rlloop.rewards.runner import HOPELESS, Calls, RewardFailure, failure, is_timeout, not_tried
 from rlloop.types import Example
 
@@ -175,9 +175,7 @@ class EnvironmentSteps:
             if self._closed:
                 self._leave(ended)
             else:
-                owner = OWNER.set((self, 0))  # if it blocks the loop, no step is to blame
                 self._on_loop().start(close()).add_done_callback(lambda _: self._leave(ended))
-                OWNER.reset(owner)
         return ended
 
     def check(self) -> None:
@@ -225,27 +223,21 @@ class EnvironmentSteps:
         self._loop, self._calls = None, self._new_calls()
 
     def _replace_loop(self, owner: Any) -> None:
-        """Leave a blocked loop behind: the step that blocks it has timed out, and the others begin again, but for those
-        that have begun in threads: these cannot be stopped, and must not run twice."""
-        calls, late = (
-            self._calls,
-            RewardFailure("timeout", f"blocked its event loop for longer than {self.timeout:g} s"),
-        )
-        begun = set(calls.unfinished())
+        """Leave a blocked loop behind: the step that blocks it has timed out, and the others begin again. Where an
+        environment's `close` blocks it, all steps that have begun have timed out."""
+        calls, late = self._calls, f"blocked its event loop for longer than {self.timeout:g} s"
         if self._ending:
-            log.warning("%d environments were not closed: their event loop was blocked", len(self._ending))
+            log.warning("environments whose end was not awaited, on a blocked event loop: %d", len(self._ending))
         self._drop_loop()
         for key, outcome in calls.outcomes.copy().items():
             self._finish(key, outcome)
         for key in calls.at_fault(owner):
-            self._finish(key, late)
+            self._finish(key, RewardFailure("timeout", late))
         hopeless = self._timeouts >= HOPELESS and not self._others
         rest = not_tried(self._timeouts, self.timeout)
         for key, step in list(self._waiting.items()):
             if hopeless:
                 self._finish(key, rest)
-            elif key in begun and not inspect.iscoroutinefunction(step.arguments[0].step):
-                self._finish(key, late)
             else:
                 self._start(key, step)
 

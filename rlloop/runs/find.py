@@ -20,8 +20,8 @@ def find_runs(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in runs_below(root))
 
 
-def runs_below(root: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Folders of the runs at or below `root`, as they are found.
+def runs_below(root: Path, depth: int = DEPTH, *, links: bool = True) -> Iterator[Path]:
+    """Folders of the runs at or below `root`, as they are found, without `links` only those that lie there.
 
     Links to folders are followed `LINKED` folders deep where `_is_trusted`. A run that several paths lead to is found
     once, without a link if there is such a path.
@@ -46,7 +46,8 @@ def runs_below(root: Path, depth: int = DEPTH) -> Iterator[Path]:
             elif left <= 0:
                 below.clear()
             below[:] = sorted(name for name in below if name not in INSIDE and not name.startswith("."))
-            tops += [(path / name, min(left - 1, LINKED)) for name in below if _is_trusted(path / name)]
+            if links:
+                tops += [(path / name, min(left - 1, LINKED)) for name in below if _is_trusted(path / name)]
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

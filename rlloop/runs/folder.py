@@ -75,7 +75,7 @@ class RunFolder:
         try:
             if (path / "config.json").exists():
                 raise RunError(f"{path} is a model's folder (it has a config.json); choose another folder")
-            if not (path / "config.yaml").exists() and (other := next(runs_below(path, DEPTH), None)):
+            if not (path / "config.yaml").exists() and (other := next(runs_below(path, DEPTH, links=False), None)):
                 raise RunError(f"{path} holds other runs, such as {other}; choose a folder of this run's own")
             self._is_new = not path.exists() or not any(path.iterdir())
             path.mkdir(parents=True, exist_ok=True)

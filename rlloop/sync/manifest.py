@@ -12,6 +12,7 @@ and only grows, whereas `step` goes back when a trainer resumes from an older ch
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -303,6 +304,8 @@ def new_key(path: Path) -> Ed25519PrivateKey:
 def write_secret(path: Path, content: bytes) -> None:
     """Write a new file (mode 0600), which others that start at this moment find whole or not at all. Raises
     `FileExistsError`."""
+    if os.path.lexists(path):  # perhaps in a folder that cannot be written
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
         file.write(content)
         file.flush()

@@ -57,12 +57,13 @@ def test_what_takes_long_says_so_once_and_two_processes_may_make_it(tmp_path, mo
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model"]
 
 
-def test_of_several_ranks_one_says_what_takes_long(tmp_path, monkeypatch, capsys):
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+def test_of_a_machine_s_ranks_one_says_what_takes_long(tmp_path, monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for rank in "01":
         monkeypatch.setenv("RLLOOP_CACHE", str(tmp_path / rank))
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("RANK", str(2 + int(rank)))  # of the second machine
+        monkeypatch.setenv("LOCAL_RANK", rank)
         made_once("model", Path.mkdir, f"a minute, says {rank}")
     assert capsys.readouterr().err == "a minute, says 0\n"
 

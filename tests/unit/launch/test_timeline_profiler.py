@@ -27,6 +27,17 @@ def test_a_trace_without_kernels_of_the_gpu_is_noted(tmp_path, monkeypatch, gpu)
     notes = list[str]()
     timeline = Timeline(tmp_path, notes.append)
     timeline.log(1, {})
+    timeline.log(2, {})  # a whole step
     timeline.close()
     assert ["no kernel of the GPU" in note for note in notes] == [True] * gpu
     assert timeline.file.exists()
+
+
+def test_a_run_of_one_step_is_not_told_of_a_trace_without_kernels(tmp_path, monkeypatch):
+    for name in ("is_available", "is_initialized", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    notes = list[str]()
+    timeline = Timeline(tmp_path, notes.append)
+    timeline.log(1, {})
+    timeline.close()
+    assert not notes

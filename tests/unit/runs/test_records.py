@@ -175,6 +175,7 @@ def test_a_run_does_not_hide_the_runs_below_its_folder(tmp_path):
             RunFolder(above)
         assert not (above / ".lock").exists()
     (tmp_path / "new" / "data").mkdir(parents=True)
+    (tmp_path / "new" / "before").symlink_to(run)  # which is not hidden where it lies
     for free in (tmp_path / "new", run):
         RunFolder(free).__exit__()
 

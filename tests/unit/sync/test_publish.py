@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from rlloop.sync.manifest import (
     load_or_make_key,
     public_hex,
     public_key,
+    write_secret,
 )
 from rlloop.sync.publisher import Publisher, state_at
 from rlloop.sync.replica import Replica, State
@@ -454,6 +456,14 @@ def test_a_key_can_lie_in_a_file_system_without_hard_links(tmp_path, monkeypatch
     key = load_or_make_key(tmp_path / "key")
     assert public_hex(load_or_make_key(tmp_path / "key")) == public_hex(key)
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_secret_that_exists_is_found_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("known")
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", None)
+    with pytest.raises(FileExistsError):
+        write_secret(tmp_path / "token", b"new")
+    assert (tmp_path / "token").read_text() == "known"
 
 
 def test_a_key_whose_public_half_cannot_be_written_is_not_left(tmp_path):
