@@ -308,12 +308,14 @@ def read_rollouts(file: RolloutFile) -> list[dict[str, Any]]:
 def rollout_files(path: Path) -> list[RolloutFile]:
     """Files of each step's rollouts, in order. Raises `RunError` for a damaged archive."""
     folder, files = path / "rollouts", dict[str, RolloutFile]()
-    for pattern in ("step_*.zst", "step_*.zip", "step_*.zst"):  # at this moment some may be packed, or unpacked
-        for file in folder.glob(pattern):
-            if pattern == "step_*.zip":
-                files |= {each.name: each for each in packed_files(file)}
-            elif ROLLOUTS.fullmatch(file.name):
-                files[file.name] = file
+
+    def add_loose() -> None:
+        files.update({file.name: file for file in folder.glob("step_*.zst") if ROLLOUTS.fullmatch(file.name)})
+
+    add_loose()
+    for archive in folder.glob("step_*.zip"):  # which may be packed at this moment
+        files |= {file.name: file for file in packed_files(archive)}
+    add_loose()  # or unpacked
     return [files[name] for name in sorted(files)]
 
 

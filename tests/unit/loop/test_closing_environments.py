@@ -9,6 +9,7 @@ import pytest
 
 from rlloop.loop.environments import EnvironmentSteps, Reply
 from rlloop.rewards.runner import RewardFailure
+from tests.support.waiting import until
 
 EVER, PATIENCE = 60.0, 3.0  # seconds
 
@@ -34,11 +35,7 @@ class Ends:
 
 
 def wait_for(steps: EnvironmentSteps, *futures: Future) -> None:
-    until = time.monotonic() + EVER
-    while not all(each.done() for each in futures):
-        assert time.monotonic() < until, "it waits for ever"
-        steps.check()
-        time.sleep(0.01)
+    until(lambda: steps.check() or all(each.done() for each in futures), seconds=EVER)
 
 
 @pytest.mark.parametrize("blocks", ["step", "close"])
