@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlloop.models import new_model
 from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from tests.support.gpu_models import CONFIG, TEN_EXPERTS, need_gpus
-from tests.support.rank_updates import CASES, digests_of, go, ranked, save
+from tests.support.rank_updates import CASES, MIXTURE, Case, digests_of, go, live, ranked, save
 from tests.support.ranks import in_shares, run_ranks
 from tests.support.traffic import bits, traffic
 
@@ -30,18 +31,32 @@ TRAINED: dict[int, dict[str, list[dict[str, int]]]] = {
 }
 
 
-def sampled(layout: dict[str, int] | None = None) -> list[Any]:
+FEW: dict[int, list[dict[str, int]]] = {2: [{"tp": 2}], 4: [{"tp": 4}]}  # GPUs have no expert, or one
+SPARSE = {"num_experts": 1, "num_experts_per_tok": 1}
+
+
+def sampled(layout: dict[str, int] | None = None, **sizes: int) -> list[Any]:
     """In a layout, or on this GPU alone."""
     device = torch.device("cuda", torch.cuda.current_device())
     context = ParallelContext(device) if layout is None else join(device, Layout(**layout))
-    engine = Engine(new_model({**CONFIG, **TEN_EXPERTS}, seed=0, dtype="bfloat16", context=context))
+    engine = Engine(new_model({**CONFIG, **TEN_EXPERTS, **sizes}, seed=0, dtype="bfloat16", context=context))
     return [bits(each) for each in engine.generate(*traffic(48))]
 
 
-def compared(layouts: list[dict[str, int]]) -> list[str]:
+def compared(layouts: list[dict[str, int]], **sizes: int) -> list[str]:
     """Layouts in which an engine draws other tokens than on one GPU."""
-    wanted = in_shares({"alone": sampled})["alone"]
-    return [str(layout) for layout in layouts if sampled(layout) != wanted]
+    wanted = in_shares({"alone": partial(sampled, **sizes)})["alone"]
+    return [str(layout) for layout in layouts if sampled(layout, **sizes) != wanted]
+
+
+def few_trained(layouts: list[dict[str, int]]) -> list[str]:
+    """Digests of three updates and of the weights after them, of a model with fewer experts than ranks."""
+    case = Case({**MIXTURE, "n_routed_experts": 1, "num_experts_per_tok": 1}, "bfloat16", {"balance_coef": 0.1})
+    found = []
+    for layout in layouts:
+        trainer = ranked(case, layout, f"cuda:{torch.cuda.current_device()}")
+        found.append(digests_of([*go(trainer, case, range(3)), live(trainer)]))
+    return found
 
 
 def trained(folder: Path, cases: dict[str, list[dict[str, int]]]) -> list[Any]:
@@ -70,3 +85,14 @@ def test_updates_over_gpus_have_the_bytes_of_one(tmp_path: Path, size: int) -> N
     wanted = [one for one, layouts in zip(alone, TRAINED[size].values(), strict=True) for _ in layouts]
     for found in run_ranks(size, trained, tmp_path, TRAINED[size], kind="cuda"):
         assert found == wanted
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", FEW)
+def test_gpus_without_an_expert_have_the_bits_of_one(size: int) -> None:
+    need_gpus(size)
+    for rank, different in enumerate(run_ranks(size, partial(compared, **SPARSE), FEW[size], kind="cuda")):
+        assert not different, f"rank {rank}"
+    [[wanted]] = run_ranks(1, few_trained, [{}], kind="cuda")
+    for found in run_ranks(size, few_trained, FEW[size], kind="cuda"):
+        assert found == [wanted]
