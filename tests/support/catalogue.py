@@ -53,21 +53,19 @@ STANDINGS = {  # by architecture
     "DeepseekV3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "GlmMoeDsaForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
-    "MiniMaxM2ForCausalLM": replace(DENSE, gpu="scoring only", vllm="CPU", proven=f"{CHECKS}; a small size on an H200"),
+    "MiniMaxM2ForCausalLM": replace(DENSE, vllm="CPU", proven=f"{CHECKS}; a small size on an H200"),
     "Qwen3_5MoeForConditionalGeneration": replace(
         RECURRENT,
         proven=f"{CHECKS}, with images; on an H200 small sizes, and an engine with 8 layers of 35B-A3B's widths at "
         "2.87 times vLLM's speed, k3 0",
     ),
     "Qwen3VLForConditionalGeneration": replace(
-        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; its tower and all 36 layers on an H200"
+        DENSE, proven=f"{CHECKS}, with images; its tower and all 36 layers on an H200"
     ),
-    "Qwen3VLMoeForConditionalGeneration": replace(
-        DENSE, lora="yes (CPU)", proven=f"{CHECKS}, with images; small sizes on an H200"
-    ),
+    "Qwen3VLMoeForConditionalGeneration": replace(DENSE, proven=f"{CHECKS}, with images; small sizes on an H200"),
     "NemotronHForCausalLM": RECURRENT,
     "KimiK25ForConditionalGeneration": replace(
-        DENSE, gpu="not tried", vllm="no", proven=f"{CHECKS}, of its text model; a Kimi K2's on GPUs"
+        DENSE, vllm="no", proven=f"{CHECKS}, of its text model; small sizes on an H200"
     ),
     "GptOssForCausalLM": Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; a small size on an H200"),
 }
