@@ -28,12 +28,14 @@ from torch import Tensor
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
+from rlloop.numerics.kernels.triton.scan_pairs import scan_pairs
 
 CHUNK = 16
 # Of these none decides on bits; measured on an H100.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
+PAIRS_PIECE, PAIRS_STAGES = 16, 3  # of `scan_pairs`
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -113,6 +115,14 @@ def scan(
     # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
     # fewer than 64 columns, or the products would be others (wgmma).
     few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
+    if few and corrects:
+        del shape["CHUNK"], shape["CORRECTS"]
+        scan_pairs[(triton.cdiv(width, FEW_COLUMNS), heads, sequences)](
+            q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
+            PIECES=triton.cdiv(key_width, 2 * PAIRS_PIECE), PIECE=PAIRS_PIECE, STAGES=PAIRS_STAGES, num_warps=2,
+            **places, **shape,
+        )  # fmt: skip
+        return out
     columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
