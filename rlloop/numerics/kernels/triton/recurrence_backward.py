@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 TILES = {  # 0: the kernel has no such choice
     prepare: Tiles(64, 0, 4, 0),
     invert: Tiles(0, 64, 4, 0),
-    begin_states: Tiles(0, 32, 4, 2),
+    begin_states: Tiles(0, 32, 4, 3),
     end_states: Tiles(0, 32, 4, 2),
     of_values: Tiles(0, 32, 4, 2),
     of_keys: Tiles(64, 32, 4, 2),
