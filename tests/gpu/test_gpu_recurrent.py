@@ -12,7 +12,6 @@ from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import token_logprobs
 from rlloop.numerics import reference
-from rlloop.numerics.kernels.triton import scan as scans
 from rlloop.numerics.layout import AttentionLayout, AttentionMask, RecurrentState
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
@@ -40,8 +39,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def scan_inputs(shape: str, lengths: list[int] = LENGTHS) -> tuple[torch.Tensor, ...]:
-    (groups, heads, key, width), tokens = SHAPES[shape], sum(lengths)
+def scan_inputs(shape: str) -> tuple[torch.Tensor, ...]:
+    (groups, heads, key, width), tokens = SHAPES[shape], sum(LENGTHS)
     q, k = (drawn(tokens, groups, key, seed=seed) for seed in (1, 2))
     k = k / k.norm(dim=-1, keepdim=True)
     gates = (torch.sigmoid(drawn(tokens, heads, seed=4) + 2), torch.sigmoid(drawn(tokens, heads, seed=5)))
@@ -92,37 +91,6 @@ def test_a_scan_has_the_bits_of_its_cuts_and_the_values_of_the_reference(shape, 
     print(f"scan {shape} {corrects}: error {error:.1e}, numbers that differ {wrong}")
     assert not any(wrong.values()), wrong
     assert error < 5e-6
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_segments_of_long_sequences_leave_no_trace(shape, monkeypatch):
-    """Whole, and in steps of which the second begins in a chunk; "many" has many programs once there are segments."""
-    lengths, begun = [2000, 777], 1000
-    inputs = [x.to(CUDA) for x in scan_inputs(shape, lengths)]
-    first = torch.tensor([*range(begun), *range(2000, 2777)], device=CUDA)
-    parts = [[x[first] for x in inputs], [x[begun:2000] for x in inputs]]
-
-    def made():
-        store = drawn(3, *scans.scan_state(*SHAPES[shape])).to(CUDA)
-        whole = scans.scan(*inputs, False, torch.tensor([0, 2000, 2777], device=CUDA))
-        rows = torch.tensor([2, 0], device=CUDA)
-        start = torch.tensor([0, begun, begun + 777], device=CUDA)
-        both = scans.scan(*parts[0], False, start, torch.zeros_like(rows), store, rows)
-        known = torch.tensor([begun], device=CUDA)
-        rest = scans.scan(*parts[1], False, torch.tensor([0, 2000 - begun], device=CUDA), known, store, rows[:1])
-        return {"whole": whole, "first": both, "rest": rest, "states": store}
-
-    beside = made()
-    monkeypatch.setattr(scans, "begin_segments", None)
-    with pytest.raises(TypeError):  # segments were there
-        made()
-    monkeypatch.setattr(scans, "LEAST_SEGMENTS", 1 << 20)
-    in_turn = made()
-    wrong = {name: differing(x, in_turn[name]) for name, x in beside.items()}
-    wrong |= {"first in whole": differing(beside["first"], beside["whole"][first])}
-    wrong |= {"rest in whole": differing(beside["rest"], beside["whole"][begun:2000])}
-    print(f"segments {shape}: numbers that differ {wrong}")
-    assert not any(wrong.values()), wrong
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta", "mamba"])

@@ -18,7 +18,6 @@ CASES = {
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],
     "shared prefixes": ["tests/unit/numerics/test_shared_prefixes.py", "-k", "added_up or latents"],
     "recurrent layers": ["tests/unit/numerics/test_recurrent.py", "-k", "delta or mamba"],
-    "segments of recurrent layers": ["tests/unit/numerics/test_scan_segments.py"],
     "gradients of the recurrence": ["tests/unit/numerics/test_scan_gradients.py"],
     "shared states": [
         "tests/unit/numerics/test_shared_recurrences.py",

@@ -12,10 +12,6 @@ Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of a
 from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows
 of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
 
-Without the delta rule, what a chunk adds to S does not depend on S. Where few long sequences would leave
-multiprocessors idle, `begin_segments` first makes S alone, before every `SEGMENT` tokens, and `scan_chunks` goes on
-from there through all segments side by side: the same operations on S, thus the same bits.
-
 A row has the same bits from both. Products are of TF32 parts (`scan_products.split`), and each number of a product is a
 chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
 elementwise, and decays are multiplied in the tokens' order.
@@ -33,7 +29,6 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_
 from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 from rlloop.numerics.kernels.triton.scan_pairs import scan_pairs
-from rlloop.numerics.kernels.triton.scan_segments import begin_segments
 
 CHUNK = 16
 # Of these none decides on bits; measured on an H100.
@@ -41,9 +36,6 @@ PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
 PAIRS_PIECE, PAIRS_STAGES = 16, 3  # of `scan_pairs`
-# Not measured: tokens of a segment, and of how many a sequence has the tokens at least, on average.
-SEGMENT, LEAST_SEGMENTS = 256, 3
-SEGMENT_PIECE, SEGMENT_COLUMNS, SEGMENT_WARPS, SEGMENT_STAGES = 32, 16, 1, 4  # of a program of `begin_segments`
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -131,22 +123,10 @@ def scan(
             **places, **shape,
         )  # fmt: skip
         return out
-    segment, slots, segments = 0, sequences, made
-    if few and not corrects and tokens >= LEAST_SEGMENTS * SEGMENT * sequences:
-        segment, slots = SEGMENT, tokens // SEGMENT + 2 * sequences  # likewise
-        segments = torch.empty(slots, places["SIZE"], device=q.device)
-        of_key, columns = _pieces(key_width, SEGMENT_PIECE), min(SEGMENT_COLUMNS, power_of_two(width, 16))
-        begin_segments[(triton.cdiv(width, columns) * of_key["PIECES"], heads, sequences)](
-            k, v, beta, query_start, context, rows, store, made, begun, segments, int(has_states), GROUPS=groups,
-            HEADS=heads, KEY=key_width, WIDTH=width, PIECE=of_key["PIECE"], COLUMNS=columns, CHUNK=CHUNK,
-            SEGMENT=SEGMENT, VALUES=places["VALUES"], SIZE=places["SIZE"], MADE=MADE, STAGES=SEGMENT_STAGES,
-            num_warps=SEGMENT_WARPS, **EXACT,
-        )  # fmt: skip
-        few = triton.cdiv(width, FEW_COLUMNS) * heads * (tokens // SEGMENT) <= FEW_PROGRAMS
     columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
-    scan_chunks[(triton.cdiv(width, columns), heads, slots)](
-        q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), segments, sequences,
-        WIDTH=width, COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES, SEGMENT=segment,
+    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
+        q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
+        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES,
         num_warps=FEW_WARPS if few else columns // 16, **_pieces(key_width, PIECE if few else MANY_PIECE), **places,
         **shape,
     )  # fmt: skip

@@ -18,19 +18,6 @@ from rlloop.numerics.kernels.triton.scan_products import (
 )
 
 
-@triton.jit
-def _sequence(slot, query_start, sequences, TOKENS: tl.constexpr):
-    """Whose the slot is, of those for `TOKENS` tokens each: a sequence's are consecutive, from
-    `query_start // TOKENS + 2 sequence` on."""
-    sequence, length = slot * 0, sequences
-    while length > 1:
-        half = length // 2
-        base = tl.load(query_start + sequence + half) // TOKENS + 2 * (sequence + half)
-        sequence = tl.where(base <= slot, sequence + half, sequence)
-        length -= half
-    return sequence
-
-
 @triton.jit(do_not_specialize=["has_states", "sequences"])
 def prepare(
     q, k, decay, beta, query_start, context, rows, states, made, begun, has_states, sequences, GROUPS: tl.constexpr,
@@ -43,7 +30,12 @@ def prepare(
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     slot, group = tl.program_id(0), tl.program_id(1)
-    sequence = _sequence(slot, query_start, sequences, CHUNK)
+    sequence, length = slot * 0, sequences
+    while length > 1:
+        half = length // 2
+        base = tl.load(query_start + sequence + half) // CHUNK + 2 * (sequence + half)
+        sequence = tl.where(base <= slot, sequence + half, sequence)
+        length -= half
     begin = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - begin
     known = begin * 0
@@ -163,23 +155,19 @@ def _chunk(
     return after, output, r
 
 
-@triton.jit(do_not_specialize=["has_states", "sequences"])
+@triton.jit(do_not_specialize=["has_states"])
 def scan_chunks(
-    q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, segments, sequences,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr,
-    PIECE: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr,
-    SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr, SEGMENT: tl.constexpr,
+    q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr,
+    MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of a head's state, and in turn the chunks of a sequence, or of a segment of one, whose
-    slot of `segments` has the state before it."""
+    """A program has some columns of a head's state, and a sequence's chunks in turn."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    slot = sequence
-    if SEGMENT > 0:
-        sequence = _sequence(slot, query_start, sequences, SEGMENT)
     group = head // SHARE
     begin = tl.load(query_start + sequence)
     count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
@@ -191,42 +179,34 @@ def scan_chunks(
     # Tokens are counted from the first chunk's begin: those of this step are `old` and on, up to `end`.
     old = (known % CHUNK).to(tl.int32)
     end = tl.where(count > 0, old + count, 0)
-    first, stop, before, has_state = 0, end, mine, known >= CHUNK
-    is_begun, is_kept = old > 0, has_states != 0
-    if SEGMENT > 0:
-        first = ((slot - begin // SEGMENT - 2 * sequence) * SEGMENT).to(tl.int32)
-        stop = tl.minimum(end, first + SEGMENT)
-        before, has_state = segments + slot * SIZE, first < end
-        is_begun, is_kept = is_begun & (first == 0), is_kept & (first < end) & (stop == end)
     i, j, n = tl.arange(0, PIECE), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     of_value = (j < WIDTH)[:, None]
-    state_at = (head * WIDTH + j)[:, None] * KEY + i[None, :]
-    state = pieces(before + state_at, of_value & has_state, i, KEY, PIECES, PIECE)
+    state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
+    state = pieces(state_at, of_value & (known >= CHUNK), i, KEY, PIECES, PIECE)
     token = turned(n)
-    kept_at = (head * CHUNK + token)[None, :] * WIDTH + j[:, None]
-    to = made + ((begin // CHUNK + 2 * sequence + first // CHUNK) * HEADS + head) * MADE
-    start = begin - old + first
-    q += (start * GROUPS + group) * KEY
-    k += (start * GROUPS + group) * KEY
-    v += (start * HEADS + head) * WIDTH
-    out += (start * HEADS + head) * WIDTH
-    beta += start * HEADS + head
+    kept_at = mine + VALUES + (head * CHUNK + token)[None, :] * WIDTH + j[:, None]
+    to = made + ((begin // CHUNK + 2 * sequence) * HEADS + head) * MADE
+    q += ((begin - old) * GROUPS + group) * KEY
+    k += ((begin - old) * GROUPS + group) * KEY
+    v += ((begin - old) * HEADS + head) * WIDTH
+    out += ((begin - old) * HEADS + head) * WIDTH
+    beta += (begin - old) * HEADS + head
     value_at = token[None, :] * (HEADS * WIDTH) + j[:, None]
     keys = k
-    if is_begun:
+    if old > 0:
         keys = begun + (sequence * CHUNK * GROUPS + group) * KEY
-    for chunk in tl.range(first, stop, CHUNK, num_stages=STAGES):
+    for chunk in tl.range(0, end, CHUNK, num_stages=STAGES):
         is_old, there = chunk + token < old, (chunk + token >= old) & (chunk + token < end)
         is_new = there[None, :] & of_value
         values = tl.load(v + value_at, is_new, 0.0)
         betas = tl.load(beta + token * HEADS, there, 0.0)
-        given = tl.load(before + VALUES + kept_at, is_old[None, :] & of_value, 0.0)
+        given = tl.load(kept_at, is_old[None, :] & of_value, 0.0)
         state, output, r = _chunk(
             state, q, keys, to, values, betas, given, is_old, there, chunk + n < end, chunk + CHUNK <= end, KEY, STRIDE,
             COLUMNS, BLOCKS, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         tl.store(out + value_at, output, is_new)
-        tl.store(mine + VALUES + kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
+        tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))
         to += HEADS * MADE
         q += CHUNK * STRIDE
         k += CHUNK * STRIDE
@@ -234,10 +214,10 @@ def scan_chunks(
         out += CHUNK * HEADS * WIDTH
         beta += CHUNK * HEADS
         keys = k
-    if is_kept:
+    if has_states != 0:
         if end >= CHUNK:
             for piece in tl.static_range(PIECES):
-                tl.store(mine + state_at + piece * PIECE, state[piece], of_value & (piece * PIECE + i < KEY)[None, :])
+                tl.store(state_at + piece * PIECE, state[piece], of_value & (piece * PIECE + i < KEY)[None, :])
         upto = end % CHUNK
         if (block == 0) & (upto > 0):  # nothing of this is read in this launch
             to -= HEADS * MADE
