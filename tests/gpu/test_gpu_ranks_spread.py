@@ -51,7 +51,8 @@ def compared(layouts: list[dict[str, int]], **sizes: int) -> list[str]:
 
 def few_trained(layouts: list[dict[str, int]]) -> list[str]:
     """Digests of three updates and of the weights after them, of a model with fewer experts than ranks."""
-    case = Case({**MIXTURE, "n_routed_experts": 1, "num_experts_per_tok": 1}, "bfloat16", {"balance_coef": 0.1})
+    sizes = {"n_routed_experts": 1, "num_experts_per_tok": 1, "num_attention_heads": 4}
+    case = Case({**MIXTURE, **sizes}, "bfloat16", {"balance_coef": 0.1})
     found = []
     for layout in layouts:
         trainer = ranked(case, layout, f"cuda:{torch.cuda.current_device()}")

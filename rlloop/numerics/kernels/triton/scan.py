@@ -34,8 +34,7 @@ CHUNK = 16
 # Of these none decides on bits; measured on an H100.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
-FEW_PROGRAMS, FEW_COLUMNS, FEW_WARPS = 320, 16, 2  # up to so many programs share the multiprocessors' room
-PAIRS_PIECE, PAIRS_STAGES = 16, 3  # of `scan_pairs`
+FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # up to so many programs: `scan_pairs`; measured on an H200
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -112,22 +111,18 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
-    # A multiprocessor with one program has warps to spare: two make the same products, and part the loads. That takes
-    # fewer than 64 columns, or the products would be others (wgmma).
-    few = triton.cdiv(width, FEW_COLUMNS) * heads * sequences <= FEW_PROGRAMS
-    if few and corrects:
-        del shape["CHUNK"], shape["CORRECTS"]
-        scan_pairs[(triton.cdiv(width, FEW_COLUMNS), heads, sequences)](
+    if triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS:
+        del shape["CHUNK"]
+        scan_pairs[(triton.cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-            PIECES=triton.cdiv(key_width, 2 * PAIRS_PIECE), PIECE=PAIRS_PIECE, STAGES=PAIRS_STAGES, num_warps=2,
-            **places, **shape,
+            PIECES=triton.cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,
+            **shape,
         )  # fmt: skip
         return out
-    columns = min(FEW_COLUMNS if few else COLUMNS, power_of_two(width, 16))
+    columns = min(COLUMNS, power_of_two(width, 16))
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, BLOCKS=0 if few else columns // 16, STAGES=STAGES,
-        num_warps=FEW_WARPS if few else columns // 16, **_pieces(key_width, PIECE if few else MANY_PIECE), **places,
-        **shape,
+        COLUMNS=columns, BLOCKS=columns // 16, STAGES=STAGES, num_warps=columns // 16, **_pieces(key_width, MANY_PIECE),
+        **places, **shape,
     )  # fmt: skip
     return out

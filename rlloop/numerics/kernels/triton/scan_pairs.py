@@ -1,10 +1,9 @@
-"""`scan_chunks` with the delta rule where programs are few: the way through a chunk is then what takes time, and two
-warps share it.
+"""`scan_chunks` where programs are few: the way through a chunk is then what takes time, and two warps share it.
 
 A program has 16 columns of S, and each warp a part of them along K, which it alone writes to. S crosses through shared
-memory once a chunk, split, as the left operand of one product with k and q together, of which each warp makes the
-columns of eight tokens. All other products are made by both, but for outputs, which each makes of its tokens. Numbers
-are those of `scan_chunks`: the same chains of the same instructions."""
+memory once a chunk, split, as the left operand of one product with k and q together (without the delta rule with q
+alone), of which each warp makes the columns of eight tokens. All other products are made by both, but for outputs,
+which each makes of its tokens. Numbers are those of `scan_chunks`: the same chains of the same instructions."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def _straight(x, COLUMNS: tl.constexpr, BACK: tl.constexpr = False):
 @triton.jit
 def _chunk(
     state, q, k, to, values, betas, given, first, old, end, KEY: tl.constexpr, STRIDE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it, outputs [2, V, 8], each warp's of its tokens, and r [2, V, 16]. Tokens are counted from
     `first`: those before `old` have keys, and r `given`; from `end` on there are none."""
@@ -51,12 +50,14 @@ def _chunk(
     mine = warp[:, None] * 8 + tl.arange(0, 8)[None, :]
     weights = tl.load(to + SQUARE + mine[:, None, :] * CHUNK + n[None, :, None])
     since, since_mine = tl.load(to + 2 * SQUARE + n), tl.load(to + 2 * SQUARE + turned(mine))
-    to_end = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK + turned(n)), 0.0)
-    total = tl.where(whole, tl.load(to + 2 * SQUARE + CHUNK - 1), 1.0)
-    column = tl.arange(0, 2 * CHUNK)  # tokens of k, then of q
-    token, asks = turned(column) & (CHUNK - 1), column >= CHUNK
+    to_end_at = to + 2 * SQUARE + CHUNK
+    to_end = tl.where(whole, tl.load(to_end_at + (turned(n) if CORRECTS else n)), 0.0)
+    total = tl.where(whole, tl.load(to_end_at - 1), 1.0)
+    READS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
+    column = tl.arange(0, READS)  # tokens of k, then of q
+    token, asks = turned(column) & (CHUNK - 1), column >= READS - CHUNK
     there = (first + token < end) & ((first + token >= old) | ~asks)
-    zeros = tl.zeros((16, 2 * CHUNK), tl.float32)
+    zeros = tl.zeros((16, READS), tl.float32)
     sums = zeros, zeros, zeros
     for piece in tl.static_range(PIECES):
         number = piece * SPAN + tl.arange(0, SPAN)
@@ -65,14 +66,20 @@ def _chunk(
         to_high, to_low = split(tl.load(at, there[None, :] & of_key, 0.0))
         high, low = split(state[piece].permute(1, 0, 2).reshape(16, SPAN))
         sums = plus(sums, high, low, to_high, to_low)
-    read, asked = summed(sums).reshape(16, 2, 2, 8).permute(2, 0, 3, 1).split()
-    read = straight(read.permute(1, 0, 2).reshape(16, CHUNK), 16, CHUNK)
-    r = _both((values - since[None, :] * read) * betas[None, :])
-    r = tl.where(is_old[None, :, :], _both(given), r)
-    high, low = split(r)
-    to_high, to_low = split(tl.load(to + n[None, :] * CHUNK + n[:, None]))
-    u = summed(plus(_nothing(CHUNK), high, low, _both(to_high), _both(to_low)))
-    high, low = split(_straight(u * to_end[None, None, :], CHUNK))
+    if CORRECTS:
+        read, asked = summed(sums).reshape(16, 2, 2, 8).permute(2, 0, 3, 1).split()
+        read = straight(read.permute(1, 0, 2).reshape(16, CHUNK), 16, CHUNK)
+        r = _both((values - since[None, :] * read) * betas[None, :])
+        r = tl.where(is_old[None, :, :], _both(given), r)
+        high, low = split(r)
+        to_high, to_low = split(tl.load(to + n[None, :] * CHUNK + n[:, None]))
+        u = summed(plus(_nothing(CHUNK), high, low, _both(to_high), _both(to_low)))
+        ended, u = _straight(u * to_end[None, None, :], CHUNK), _straight(u, CHUNK)
+    else:
+        asked = summed(sums).reshape(16, 2, 8).permute(1, 0, 2)
+        r = _both(tl.where(is_old, given, values * betas[None, :]))
+        ended, u = r * to_end[None, None, :], r
+    high, low = split(ended)
     after = ()
     for piece in tl.static_range(PIECES):
         number = piece * SPAN + warp[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
@@ -84,7 +91,7 @@ def _chunk(
         added = tl.dot(high, to_low, added, input_precision="tf32", max_num_imprecise_acc=16)
         added = tl.dot(high, to_high, added, input_precision="tf32", max_num_imprecise_acc=16)
         after = after + (state[piece] * total + _straight(added, PIECE),)  # noqa: RUF005
-    high, low = split(_straight(u, CHUNK))
+    high, low = split(u)
     to_high, to_low = split(weights)
     output = since_mine[:, None, :] * asked
     output += summed(plus(_nothing(8), high, low, to_high, to_low))
@@ -95,8 +102,8 @@ def _chunk(
 def scan_pairs(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr,
-    SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
+    CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr,
+    SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has 16 columns of a head's state, and a sequence's chunks in turn; a warp of it `PIECE` numbers of each
     piece along K."""
@@ -144,7 +151,7 @@ def scan_pairs(
         values = tl.load(v + n[None, :] * (HEADS * WIDTH) + j[:, None], there[None, :] & of_value, 0.0)
         betas = tl.load(beta + n * HEADS, there, 0.0)
         state, output, r = _chunk(
-            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE,
+            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE, CORRECTS,
         )  # fmt: skip
         out_at = out + mine_of[:, None, :] * (HEADS * WIDTH) + j[None, :, None]
         tl.store(out_at, output, there_mine[:, None, :] & of_value[None, :, :])
@@ -168,8 +175,9 @@ def scan_pairs(
             to -= HEADS * MADE
             k -= CHUNK * STRIDE
             row, column = n[:, None], n[None, :]
-            inverse = tl.load(to + row * CHUNK + column)
-            tl.store(mine + INVERSES + head * SQUARE + turned(n)[:, None] * CHUNK + column, inverse)
+            if CORRECTS:
+                inverse = tl.load(to + row * CHUNK + column)
+                tl.store(mine + INVERSES + head * SQUARE + turned(n)[:, None] * CHUNK + column, inverse)
             faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
             tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
             tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
