@@ -13,7 +13,7 @@ import tenacity
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
-from rlloop.web.clients import async_client
+from rlloop.web.clients import async_client, bearer
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER = 1 << 20  # bytes
@@ -26,20 +26,40 @@ def worth_another_try(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
-def without_login(url: str) -> str:
-    """The address without `user:password@`, for messages, which are recorded."""
-    return str(httpx.URL(url).copy_with(userinfo=b""))
+def check_address(url: str) -> None:
+    """Raises `ConfigError` unless the address begins with http:// or https:// and has no login."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
+    try:
+        login = httpx.URL(url).userinfo
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"reward.url is {url!r}, which is no address: {error}") from None
+    if login:
+        raise ConfigError(
+            "reward.url has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave "
+            'it out; export LOGIN="Basic $(printf user:password | base64)" and set token_env: LOGIN beside url'
+        )
+
+
+def authorization(token_env: str | None) -> dict[str, str]:
+    """The header of the token in the environment variable `token_env`: a bearer's, or `Basic ...` as it stands.
+
+    Raises `ConfigError`.
+    """
+    if token_env is None:
+        return {}
+    token = os.environ.get(token_env)
+    if token is None:
+        raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
+    return bearer(token) | ({"Authorization": token} if token.startswith("Basic ") else {})
 
 
 async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
-    """`client.post`, whose errors name the server; `user:password@` of the address are sent as basic authentication."""
-    login, server = httpx.URL(url), without_login(url)
-    if login.userinfo:
-        content["auth"] = (login.username, login.password)
+    """`client.post`, whose transport errors name the server."""
     try:
-        return await client.post(server, **content)
+        return await client.post(url, **content)
     except httpx.TransportError as error:
-        raise type(error)(f"{server}: {error}" if str(error) else server) from None
+        raise type(error)(f"{url}: {error}" if str(error) else url) from None
 
 
 class HttpReward:
@@ -48,8 +68,8 @@ class HttpReward:
 
     Every try of a sample has the same `Idempotency-Key` (SHA-256 of the body), so a server may answer from memory.
     Transport errors and statuses 408, 425, 429 and 5xx are retried with randomised exponential backoff; if all tries
-    fail, the sample fails. `token_env` names an environment variable whose value is sent as a bearer token, and is
-    never written to a configuration or a record. Raises ConfigError.
+    fail, the sample fails. `token_env` names an environment variable whose value is sent as a bearer token, or as it
+    stands where it begins with `Basic `; it is never written to a configuration or a record. Raises ConfigError.
     """
 
     reproducible = False  # `rlloop verify` does not call it again
@@ -57,14 +77,11 @@ class HttpReward:
     def __init__(
         self, url: str, *, timeout: float = 30.0, retries: int = 3, backoff: float = 0.2, token_env: str | None = None
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
+        check_address(url)
         if retries < 0:
             raise ConfigError(f"reward.retries is {retries}; it must be 0 or more")
-        if token_env is not None and token_env not in os.environ:
-            raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
+        headers = authorization(token_env)
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
-        headers = {"authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
         self._client = OnThisLoop(
             lambda: async_client(most=MAX_ANSWER, timeout=timeout, headers=headers, trust_env=True)
         )
@@ -81,9 +98,7 @@ class HttpReward:
         )
         answer = await tries(self._post, self._client.get(), body, headers)
         if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
-            raise ValueError(
-                f"{without_login(self.url)} answered {answer!r}; expected a JSON object with a number under 'reward'"
-            )
+            raise ValueError(f"{self.url} answered {answer!r}; expected a JSON object with a number under 'reward'")
         reward = float(answer["reward"])
         return RewardResult(reward, bool(answer.get("solved", reward >= 1.0)), answer.get("components") or {})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import tenacity
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, post, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, authorization, check_address, post, worth_another_try
 from rlloop.rewards.runner import RewardFailure, failure
 from rlloop.types import Example, RewardResult
 from rlloop.web.clients import async_client
@@ -75,18 +74,18 @@ class Judge:
         price_out: float = 0.0,
         budget: float | None = None,
     ) -> None:
-        """`url`: up to and with /v1. `token_env`: the environment variable with the bearer token. `cache`: an SQLite
-        file of answers, which several runs may share. `price_in`, `price_out`: of a million tokens. `budget`: the most
-        that this process may spend, in the prices' currency. Raises `ConfigError`."""
+        """`url`: up to and with /v1. `token_env`: the environment variable with the bearer token, or with
+        `Basic ...`. `cache`: an SQLite file of answers, which several runs may share. `price_in`, `price_out`: of a
+        million tokens. `budget`: the most that this process may spend, in their currency. Raises `ConfigError`."""
+        check_address(url)
+        headers = authorization(token_env)
         checks = [
-            ("url", url, url.startswith(("http://", "https://")), "an address that begins with http:// or https://"),
             ("retries", retries, retries >= 0, "0 or more"),
             ("timeout", timeout, timeout > 0, "a positive number of seconds"),
             ("price_in", price_in, price_in >= 0, "0 or more"),
             ("price_out", price_out, price_out >= 0, "0 or more"),
             ("budget", budget, budget is None or budget > 0, "above 0, or null for no limit"),
             ("budget", budget, budget is None or price_in + price_out > 0, "null without price_in and price_out"),
-            ("token_env", token_env, token_env is None or token_env in os.environ, "a variable that is set"),
         ]
         for key, value, good, allowed in checks:
             if not good:
@@ -94,8 +93,9 @@ class Judge:
         self.url, self.model, self.spent = url.rstrip("/"), model, 0.0
         self._settings = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._retries, self._backoff, self._prices, self._budget = retries, backoff, (price_in, price_out), budget
-        token = os.environ[token_env] if token_env else None
-        self._client = OnThisLoop(lambda: async_client(token=token, most=MAX_ANSWER, timeout=timeout, trust_env=True))
+        self._client = OnThisLoop(
+            lambda: async_client(headers=headers, most=MAX_ANSWER, timeout=timeout, trust_env=True)
+        )
         self._answers = None if cache is None else _opened(Path(cache))
 
     async def ask(self, system: str, question: str, read: Callable[[dict[str, Any]], T]) -> Verdict[T]:

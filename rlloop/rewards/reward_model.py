@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import tenacity
 from rlloop.chat import ChatTokenizer
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, post, without_login, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, authorization, check_address, post, worth_another_try
 from rlloop.types import Example, RewardResult
 from rlloop.web.clients import async_client
 
@@ -50,10 +49,8 @@ class RewardModel:
         """
         from rlloop.models.config import read_config  # imports torch
 
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
-        if token_env is not None and token_env not in os.environ:
-            raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
+        check_address(url)
+        headers = authorization(token_env)
         self.url, self._model, self._retries, self._solved_at = url.rstrip("/"), model, retries, solved_at
         eos = read_config(Path(model_path)).eos_token_ids
         if not eos:
@@ -61,8 +58,7 @@ class RewardModel:
         self.chat = ChatTokenizer(Path(model_path), eos_token_ids=eos)
         self._end = self.chat.closing(eos)
         self._verdict = eos[0] if verdict is None else self.chat.ids(verdict)[0]
-        token = os.environ[token_env] if token_env else None
-        self._client = OnThisLoop(lambda: async_client(token=token, most=MAX_ANSWER, timeout=timeout))
+        self._client = OnThisLoop(lambda: async_client(headers=headers, most=MAX_ANSWER, timeout=timeout))
 
     def check_example(self, example: Example) -> None:
         """Raises `ConfigError` for an example with images. A run asks before its first step."""
@@ -84,9 +80,7 @@ class RewardModel:
         answer = await tries(self._scored, self._client.get(), ids)
         reward = answer["choices"][0]["prompt_logprobs"][-1][str(self._verdict)]["logprob"]
         if reward is None:
-            raise ValueError(
-                f"{without_login(self.url)}: the verdict token {self._verdict} is impossible after this completion"
-            )
+            raise ValueError(f"{self.url}: the verdict token {self._verdict} is impossible after this completion")
         solved = self._solved_at is not None and reward >= self._solved_at
         return RewardResult(float(reward), solved)
 
@@ -99,7 +93,5 @@ class RewardModel:
         body = {"model": self._model, "prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "temperature": 1.0}
         response = await post(client, f"{self.url}/v1/completions", json=body)
         if response.status_code == httpx.codes.BAD_REQUEST:
-            raise ConfigError(
-                f"{without_login(self.url)} refuses a completion of {len(ids)} tokens: {response.text:.300}"
-            )
+            raise ConfigError(f"{self.url} refuses a completion of {len(ids)} tokens: {response.text:.300}")
         return response.raise_for_status().json()

@@ -50,6 +50,8 @@ def test_the_reward_is_the_verdicts_logprob_to_the_bit(served):
     assert "refuses a completion" in failed.message
     with pytest.raises(ConfigError, match=r"reward.url is 'here'"):
         RewardModel("here", str(folder / "model"))
+    with pytest.raises(ConfigError, match=r"reward.url has a login"):
+        RewardModel("http://me:password@here", str(folder / "model"))
 
 
 def test_ppo_against_it(served, monkeypatch, tmp_path):

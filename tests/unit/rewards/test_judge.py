@@ -173,6 +173,7 @@ def test_the_last_object_of_a_text(text, found):
     ("arguments", "message"),
     [
         ({"judge": {"url": "localhost", "model": "m"}, "rubrics": RUBRICS}, "reward.url is 'localhost'"),
+        ({"judge": {"url": "http://me:password@x", "model": "m"}, "rubrics": RUBRICS}, "reward.url has a login"),
         ({"judge": {"url": "http://x"}, "rubrics": RUBRICS}, "reward.judge does not fit: .*'model'"),
         ({"judge": {"url": "http://x", "model": "m", "token_env": "NOT_SET"}, "rubrics": RUBRICS}, "NOT_SET"),
         ({"judge": {"url": "http://x", "model": "m", "budget": 1.0}, "rubrics": RUBRICS}, "null without price_in"),

@@ -241,6 +241,16 @@ def test_another_meaning_is_refused_by_key(tmp_path):
         folder.adopt(CONFIG)
 
 
+def test_a_run_whose_address_had_a_login_goes_on_without_it_and_the_login_is_not_told():
+    with_login, without = (
+        {**CONFIG, "reward": {"url": f"https://{login}judge/x", "token_env": name}}
+        for login, name in (("me:password@", None), ("", "LOGIN"))
+    )
+    refuse_other_run(RUN, with_login, without)
+    with pytest.raises(RunError, match=r"reward\.url: the run has 'https://judge/x', now it is 'https://other/x'"):
+        refuse_other_run(RUN, with_login, {**CONFIG, "reward": {"url": "https://other/x", "token_env": None}})
+
+
 def test_a_run_older_than_a_key_goes_on_with_its_default():
     refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})
     with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, now it is 3"):
