@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlloop.rewards.examples import field_of
 from rlloop.types import Example, RewardResult
 
 
@@ -10,10 +11,14 @@ def exact_match(prompt: str, completion: str, example: Example, answer_key: str 
 
     Component: `answered`, whether there was anything but white space.
     """
-    if answer_key not in example.data:
-        raise KeyError(f"row {example.id} has no field {answer_key!r}; it has {', '.join(example.data)}")
+    right = str(field_of(example, answer_key, "answer_key"))
     lines = completion.strip().splitlines()
-    answer, expected = (
-        " ".join(text.lower().split()) for text in (lines[-1] if lines else "", str(example.data[answer_key]))
-    )
+    answer, expected = (" ".join(text.lower().split()) for text in (lines[-1] if lines else "", right))
     return RewardResult(float(answer == expected), answer == expected, {"answered": float(bool(lines))})
+
+
+def _check_example(example: Example, answer_key: str = "answer") -> None:
+    field_of(example, answer_key, "answer_key")
+
+
+vars(exact_match)["check_example"] = _check_example  # so that a run refuses rows without an answer before it begins

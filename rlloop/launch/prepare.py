@@ -19,6 +19,7 @@ from rlloop.models.weights import usable_device
 from rlloop.numerics.implementations import batch_invariant, check_outside, is_outside
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
+from rlloop.rewards.examples import check_of
 from rlloop.rewards.runner import RewardRunner
 from rlloop.rollout.vllm import versions
 from rlloop.runs.sinks import check_sinks
@@ -59,7 +60,7 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     if config.rollout.partial.prompts:
         _check_carries(config, task)
-    if check := getattr(scored, "check_example", None):
+    if check := check_of(scored):
         check(task.eval_examples(1)[0])
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)

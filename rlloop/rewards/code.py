@@ -9,6 +9,7 @@ from typing import Any
 
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.examples import field_of
 from rlloop.rewards.sandbox import Limits, interpreter, require_confinement, run_program, run_test
 from rlloop.types import Example, RewardResult
 
@@ -64,6 +65,9 @@ class CodeReward:
         self.concurrency = processes or os.cpu_count() or 1  # samples, and programs, at a time
         self._slots = OnThisLoop(lambda: asyncio.Semaphore(self.concurrency))
 
+    def check_example(self, example: Example) -> None:
+        field_of(example, self.tests_key, "tests_key")
+
     async def _passes(self, program: str, test: dict[str, Any]) -> tuple[bool, bool]:
         async with self._slots.get():
             if "assert" in test and self.language != "python":
@@ -78,7 +82,7 @@ class CodeReward:
             return good, result.status == "timeout"
 
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
-        tests = example.data.get(self.tests_key)
+        tests = field_of(example, self.tests_key, "tests_key")
         if not tests:
             raise ValueError(f"example {example.id!r} has no tests under {self.tests_key!r}")
         program = extract_code(completion, self.language)

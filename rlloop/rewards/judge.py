@@ -16,6 +16,7 @@ import tenacity
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.examples import field_of
 from rlloop.rewards.http import MAX_ANSWER, authorization, check_address, post, worth_another_try
 from rlloop.rewards.runner import RewardFailure, failure
 from rlloop.types import Example, RewardResult
@@ -199,6 +200,10 @@ class JudgeReward:
         self._scale, self._solved_at, self._reference = scale, solved_at, reference_key
         self._system = SCORING.format(scale=scale, example=json.dumps(dict.fromkeys(rubrics, scale)))
 
+    def check_example(self, example: Example) -> None:
+        if self._reference is not None:
+            _reference_of(example, self._reference)
+
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         question = _question(prompt, example, self._reference, answer=completion) + f"\n\n# Rubrics\n{self._rubrics}"
         verdict = await self.judge.ask(self._system, question, self._scores)
@@ -251,6 +256,10 @@ class PairwiseJudge:
         self.judge, self._opponents, self._reference = judge_of(judge), opponents, reference_key
         self._system = COMPARING.format(criterion=criterion)
         self._slots = OnThisLoop(lambda: asyncio.Semaphore(concurrency))
+
+    def check_example(self, example: Example) -> None:
+        if self._reference is not None:
+            _reference_of(example, self._reference)
 
     async def __call__(
         self, prompts: list[str], completions: list[str], examples: list[Example]
@@ -367,9 +376,7 @@ def _result(won: Sequence[tuple[float, Verdict[float] | None]]) -> RewardResult:
 
 
 def _reference_of(example: Example, key: str | None) -> str:
-    if key not in example.data:
-        raise ConfigError(f"example {example.id!r} has no field {key!r} (reward.reference_key)")
-    return str(example.data[key])
+    return str(field_of(example, key, "reference_key"))
 
 
 def _question(prompt: str, example: Example, reference_key: str | None, **answers: str) -> str:

@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
+from rlloop.rewards.examples import field_of
 from rlloop.types import Example, RewardResult
 
 
@@ -60,12 +61,14 @@ class MathReward:
         self._pool: ProcessPoolExecutor | None = None
         self._turn = OnThisLoop(lambda: asyncio.Semaphore(1))
 
+    def check_example(self, example: Example) -> None:
+        field_of(example, self.answer_key, "answer_key")
+
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
-        if self.answer_key not in example.data:
-            raise ValueError(f"example {example.id!r} has no {self.answer_key!r} in its data")
+        gold = str(field_of(example, self.answer_key, "answer_key"))
         limit = 2 * self.seconds + 20  # math-verify's own limit twice (parse, compare), and the first call's imports
         async with self._turn.get():
-            work = self._submit(str(example.data[self.answer_key]), completion)
+            work = self._submit(gold, completion)
             try:
                 answered, equal = await asyncio.wait_for(asyncio.wrap_future(work), limit)
             except TimeoutError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.rewards.examples import check_of
 from rlloop.rewards.resolve import resolve_reward
 from rlloop.rewards.runner import TAKEN, RewardFailure, as_result
 from rlloop.types import Example, RewardResult
@@ -58,9 +59,9 @@ class Weighted:
 
     def check_example(self, example: Example) -> None:
         """Raises `ConfigError` for an example that a part refuses."""
-        for reward in self.rewards.values():
-            if hasattr(reward, "check_example"):
-                reward.check_example(example)
+        for name, reward in self.rewards.items():
+            if check := check_of(reward, f"part {name!r}"):
+                check(example)
 
     async def _part(self, name: str, request: tuple[str, str, Example]) -> RewardResult:
         reward = self.rewards[name]
