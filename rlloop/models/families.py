@@ -216,16 +216,20 @@ def _nemotron(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rop
 
 def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope: RopeConfig) -> Own:
     """gpt-oss: attention sinks, a sliding window in every other layer, experts with biases and a clamped activation."""
-    for name in ("initial_context_length", "experts_per_token"):  # released files repeat them under other names
-        keys.take(name)
     bias = keys.flag("attention_bias", True)
     kinds = keys.names("layer_types", ("full_attention", "sliding_attention"), num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
     count, size = expert_count(keys, "num_local_experts"), keys.count("intermediate_size")
-    routing = Routing(
-        top_k=keys.count("num_experts_per_tok", 4), normalise=True
-    )  # a softmax over the chosen experts alone is the same
+    top_k = keys.count("num_experts_per_tok", 4)
+    twins = {"experts_per_token": ("num_experts_per_tok", top_k)}  # which released files repeat under another name
+    if rope.scaling is not None:
+        twins["initial_context_length"] = ("original_max_position_embeddings", rope.scaling.original_positions)
+    for name, (twin, said) in twins.items():
+        if keys.has(name) and (value := keys.count(name)) != said:
+            keys.refuse(name, value, f"what {twin} says ({said})")
+    keys.take("initial_context_length")  # without scaling, it changes nothing
+    routing = Routing(top_k=top_k, normalise=True)  # a softmax over the chosen experts alone is the same
     clamp = (keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702))
     mixture = MixtureConfig(count, size, routing, tuple(range(num_layers)), router_bias=True, clamp=clamp)
     check_routing(keys, mixture)

@@ -344,10 +344,14 @@ def test_gpt_oss_reads_as_it_was_released() -> None:
     assert (config.window, config.windowed, config.mixture.clamp) == (128, (0, 2), (7.0, 1.702))
     kinds = ["full_attention"] * 3 + ["sliding_attention"]
     assert parse_config({**GPT_OSS, "layer_types": kinds}).windowed == (3,)
+    assert parse_config({**GPT_OSS, "experts_per_token": None, "initial_context_length": None}) == config
+    assert parse_config({**GPT_OSS, "rope_scaling": {"rope_type": "default"}}).rope.scaling is None
     for changes, named in (
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types.*sliding_attention for each of 4 layers"),
         ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"num_experts_per_tok": 33}, "num_experts_per_tok is 33"),
+        ({"num_experts_per_tok": 33, "experts_per_token": None}, "num_experts_per_tok is 33"),
+        ({"num_experts_per_tok": 2}, r"experts_per_token is 4; supported is what num_experts_per_tok says \(2\)"),
+        ({"initial_context_length": 2048}, r"length is 2048; .* what original_max_position_embeddings says \(4096\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of quant_method 'fp8'"),
     ):
         with pytest.raises(ModelError, match=named):
