@@ -13,6 +13,14 @@ from operator import add
 from typing import Any, Protocol, Self
 
 
+def number_of(value: Any) -> float | None:
+    """A value of a record as a number; None for what is none, or too large for a float."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
 class Reduction(Protocol):
     """Merges with `+`, which is associative and commutative but for rounding; `.value` is the result."""
 

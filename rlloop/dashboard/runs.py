@@ -22,7 +22,7 @@ import yaml
 from rlloop.config.resume import flatten
 from rlloop.config.tasks import offline_kind
 from rlloop.dashboard.notes import NOTES, read_notes
-from rlloop.metrics import outcome_names, pass_or_fail
+from rlloop.metrics import number_of, outcome_names, pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.find import find_runs
 from rlloop.runs.folder import is_own_loop
@@ -126,13 +126,13 @@ class Metrics:
             for name, value in record.items():
                 if isinstance(value, dict):
                     self.histograms.add(name)
-                elif value is None or isinstance(value, int | float):
+                elif (number := np.inf if value is None else number_of(value)) is not None:
                     column = self.columns.get(name)
                     if column is None:
                         column = self.columns[name] = array("d", b"")
                     if len(column) < rows:
                         column.extend([np.nan] * (rows - len(column)))
-                    column.append(np.inf if value is None else value)
+                    column.append(number)
             self._offsets.append(offset)
 
     def column(self, name: str, start: int = 0) -> np.ndarray:
@@ -235,8 +235,9 @@ class Run:
         summary = self.read_json("summary.json")
         stamps = [_stamp(self.path / name) for name in WRITTEN if name != NOTES]
         changed = max((stamp[1] for stamp in stamps if stamp), default=0) / 1e9
-        quiet_after = max(QUIET, 5 * float(record.get("time/step") or 0.0))
-        if summary is not None and summary.get("step", -1) >= step:
+        quiet_after = max(QUIET, 5 * (number_of(record.get("time/step")) or 0.0))
+        ended = None if summary is None else number_of(summary.get("step"))
+        if summary is not None and ended is not None and ended >= step:
             status = str(summary.get("status", "finished"))
         elif (self.path / "parity_report.json").exists() and not _stamp(self.path / "summary.json"):
             status = "parity broken"

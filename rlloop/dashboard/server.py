@@ -30,7 +30,7 @@ from rlloop.dashboard.rollouts import KINDS, ORDERS
 from rlloop.dashboard.runs import Run
 from rlloop.dashboard.tokens import explain, find_tokenizer, load_tokenizer
 from rlloop.errors import UNREADABLE, ConfigError, RunError
-from rlloop.metrics import held_out_names
+from rlloop.metrics import held_out_names, number_of
 from rlloop.runs.images import ImageStore
 from rlloop.study.analysis import repeats
 from rlloop.web.requests import body_of, parsed, whole_number
@@ -313,7 +313,7 @@ def _gauges(runs: list[Run]) -> bytes:
         put(run, "rlloop_live", "1 while the run writes records", float(overview["status"] == "live"))
         put(run, "rlloop_last_record_timestamp_seconds", "when the run last wrote", overview["changed"])
         for name, value in record.items():
-            if isinstance(value, int | float) or value is None:
+            if (number := math.nan if value is None else number_of(value)) is not None:
                 key = "rlloop_" + "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
-                put(run, key, f"rlloop metric {name}", math.nan if value is None else float(value))
+                put(run, key, f"rlloop metric {name}", number)
     return generate_latest(registry)

@@ -12,7 +12,6 @@ from rlloop.errors import RlloopError
 from rlloop.runs.alerts import Alarm, Condition, post
 
 EVERY = 5.0  # seconds between looks
-ODD = (TypeError, ValueError, OverflowError)  # of values in a record that are no numbers, or too large
 
 
 class Watch:
@@ -48,7 +47,7 @@ class Watch:
             found, problem = list[str](), None
             try:
                 found.extend(self._of(run, time.time() if now is None else now))
-            except (RlloopError, OSError, *ODD) as error:
+            except (RlloopError, OSError) as error:
                 problem = f"{run.id}: cannot be read: {error}"
             if not run.path.exists():  # it was deleted or moved at this moment
                 continue

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlloop.errors import ConfigError
+from rlloop.metrics import number_of
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
@@ -82,8 +83,9 @@ class Alarm:
                 self._raised.discard(each.text)
             if each.metric is None or each.metric not in metrics:
                 continue
-            value = metrics[each.metric]
-            value = math.nan if value is None else float(value)
+            value = math.nan if metrics[each.metric] is None else number_of(metrics[each.metric])
+            if value is None:  # as if it were absent
+                continue
             self._rows[each.text] = self._rows.get(each.text, 0) + 1 if each.holds(value) else 0
             if self._becomes(each, self._rows[each.text] >= each.records):
                 alerts.append(f"{self.run}, step {step}: {each.metric} is {value:.4g} ({each.text})")

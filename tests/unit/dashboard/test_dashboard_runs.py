@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rlloop.dashboard.runs import Run, Runs
+from rlloop.dashboard.server import _gauges
 from rlloop.runs.find import find_runs
 from rlloop.runs.folder import RunFolder
 from tests.support.dashboard_runs import Writer, write_run
@@ -204,6 +205,17 @@ def test_overview_of_a_broken_run(tmp_path):
     overview = Run(tmp_path / "a", "a").overview()
     assert overview["step"] == 2
     assert len(overview["problems"]) == 1  # the newest of two: each is told once it is read
+
+
+@pytest.mark.parametrize("value", ["soon", [1], {"count": 1}, pytest.param(10**400, id="large")])
+def test_odd_values_are_left_out(tmp_path, value):
+    writer = write_run(tmp_path / "a", 1, finished=False)
+    writer.write(extra={"time/step": value})
+    (tmp_path / "a" / "summary.json").write_text(json.dumps({"status": "failed", "step": "two"}))
+    run = Run(tmp_path / "a", "a")
+    assert (run.overview()["status"], run.overview()["step"]) == ("live", 2)
+    assert run.totals()["seconds"] == 1
+    assert b"rlloop_reward_mean" in _gauges([run])
 
 
 def test_totals_are_those_of_the_records(tmp_path):
