@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def compare(paths: Sequence[Path], output: Path | None = None) -> None:
             abreast = max(1, (console.width - LABEL) // CELL)
             for first in range(0, len(names), abreast):
                 some = slice(first, first + abreast)
-                console.print(_table(title, names[some], [(label, cells[some]) for label, cells in rows]))
+                labels = max(CELL, console.width - len(names[some]) * CELL - 4)  # 4: their frame
+                console.print(_table(title, names[some], [(label, cells[some]) for label, cells in rows], labels))
         else:
             console.print(f"{title}: no key differs")
     for run in runs:
@@ -175,13 +177,27 @@ def _judged(arms: Sequence[Arm], doses: Mapping[Path, Dose]) -> bool:
     return any(doses[run.path].largest > 0 or CollapseRule.of(run).verdict(run.records).collapsed for run in runs)
 
 
-def _table(title: str, names: Sequence[str], rows: Rows) -> Table:
+def _table(title: str, names: Sequence[str], rows: Rows, most: int) -> Table:
+    """A table to print. `most`: characters of a line of labels."""
+    labels = [" ".join(_in_lines(word, most) for word in label.split()) for label, _ in rows]
+    longest = max(len(line) for label in labels for line in label.splitlines())
     table = Table(title=title, title_justify="left")
-    for heading in ("", *names):
-        table.add_column(heading, overflow="fold")
-    for label, cells in rows:
+    table.add_column("", overflow="fold", width=min(longest, most))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for label, (_, cells) in zip(labels, rows, strict=True):
         table.add_row(label, *cells)
     return table
+
+
+def _in_lines(key: str, most: int) -> str:
+    """A key in lines of at most `most` characters, each of which but the last ends with a dot."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.|[^.]+", key):
+        if lines[-1] and len(lines[-1]) + len(part) > most:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -93,3 +93,21 @@ def test_runs_that_have_not_ended_are_named(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"{tmp_path / 'seed=1'}: 1 of 3 steps" in out
     assert f"{tmp_path / 'seed=0'}:" not in out
+
+
+def test_keys_are_whole_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    keys = ["trainer.micro_batch_multiple", "algorithm.loss_args.clip_high", "data.path"]
+    longest = "algorithm.correction.token_importance.truncation_threshold"
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        config = "".join(f"{key}: {name}/{'of/a/long/path/' * 3}\n" for key in (*keys, longest))
+        (tmp_path / name / "config.yaml").write_text(f"seed: 0\n{config}")
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "eval/solved": 0.5}\n')
+    assert main(["compare", *(str(tmp_path / name) for name in ("one", "two", "three"))]) == 0
+    shown = capsys.readouterr().out
+    firsts = [line.split("│")[1].strip() for line in shown.splitlines() if "│" in line]
+    assert all(firsts.count(key) == 2 for key in keys)  # two arms abreast, then the third
+    at = firsts.index("algorithm.correction.")
+    assert firsts[at + 1 : at + 3] == ["token_importance.", "truncation_threshold"]
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
