@@ -61,7 +61,7 @@ def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[st
         listed = "\n".join(f"  {key}: the run has {old.get(key)!r}, now it is {new.get(key)!r}" for key in differ)
         raise RunError(
             f"{path} holds a run with another configuration:\n{listed}\n"
-            "Give the run's own values to resume it, or another run.dir to start a new one"
+            "Give the run's own values to resume it, or start a new run in another folder (run.dir)"
         )
 
 

@@ -98,7 +98,10 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         config_digest = folder.adopt(job.plain)
         attest = Attestor(job.config.certificate, folder.path, folder.log)
         if folder.is_finished(job.config.trainer.num_steps):
-            say(f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or choose another run.dir")
+            say(
+                f"{job.folder} is finished: nothing to do. Raise trainer.num_steps to go on, or start a new run in "
+                "another folder (run.dir)"
+            )
             return 0
         interrupts = stack.enter_context(Interrupts(say))
         callbacks = Callbacks(job.callbacks, Run(job.folder))
@@ -139,8 +142,8 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
             folder.log(f"stopped: {error}")
             conclude("failed")
             raise RlloopError(
-                f"{job.folder}: training has diverged: {error}. Train again in a new run.dir with a lower trainer.lr "
-                "or trainer.grad_clip"
+                f"{job.folder}: training has diverged: {error}. Train again in another folder (run.dir) with a "
+                "lower trainer.lr or trainer.grad_clip"
             ) from error
         except Exception as error:  # a defect, of rlloop or of a recipe's own code: its traceback is printed
             folder.log(f"stopped: {type(error).__name__}: {error}")

@@ -308,7 +308,7 @@ class Loop:
         if self.monitor.certificate.previous != state["certificate"]:
             raise RunError(
                 f"{self.folder.parity.path} is not the certificate that {checkpoint.path} continues; restore the file "
-                "from a copy, or start a new run in another run.dir"
+                "from a copy, or start a new run in another folder (run.dir)"
             )
         for stateful in self._stateful():
             stateful.restore(checkpoint.path)

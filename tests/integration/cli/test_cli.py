@@ -412,6 +412,7 @@ def test_weights_that_are_no_longer_finite_end_the_run_with_what_to_change(rlloo
     code, said = rlloop.train("run.dir=out")
     assert (code, "Traceback" in said) == (1, False), said
     assert "out: training has diverged: row 0 of 4 holds no distribution" in said
+    assert "Train again in another folder (run.dir)" in said
     assert "a lower trainer.lr" in said
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 

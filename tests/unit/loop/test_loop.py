@@ -469,7 +469,7 @@ def test_a_certificate_that_is_not_the_checkpoints_is_refused(tmp_path):
     unbroken(tmp_path)
     file = tmp_path / "parity.jsonl"
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(RunError, match="is not the certificate"):
+    with pytest.raises(RunError, match=r"is not the certificate .* another folder \(run.dir\)"):
         Run(tmp_path)()
 
 
