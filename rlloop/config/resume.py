@@ -33,7 +33,7 @@ RESUMABLE = (
     "sinks.",
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
-LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password@ of an address, which earlier versions took
+LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password@ of a url, which earlier versions took
 # Keys that affect the engine's work but not its bits, as long as parity is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
@@ -45,8 +45,8 @@ def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[st
 
     A key that did not exist yet when the run began has its default, which is what earlier versions did.
     """
-    new = _without_logins(flatten(config))
-    old = _without_logins(with_defaults(flatten(recorded), new))
+    new = without_logins(flatten(config))
+    old = without_logins(with_defaults(flatten(recorded), new))
     allowed = RESUMABLE + (RESUMABLE_UNDER_CONTRACT if new.get("parity.mode") == "require" else ())
     if new.get("trainer.schedule") != "constant":
         allowed = tuple(key for key in allowed if key != "trainer.num_steps")  # the schedule ends at the last step
@@ -54,7 +54,7 @@ def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[st
         key
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
-        and not key.endswith(".token_env")
+        and not key.endswith(".token_env")  # where a login or token is
         and not any(key == free.rstrip(".") or (free.endswith(".") and key.startswith(free)) for free in allowed)
     ]
     if differ:
@@ -65,8 +65,12 @@ def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[st
         )
 
 
-def _without_logins(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: LOGIN.sub("", value) if isinstance(value, str) else value for key, value in config.items()}
+def without_logins(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration, whose `url` keys have lost what stands before an `@`."""
+    return {
+        key: LOGIN.sub("", value) if isinstance(value, str) and key.endswith("url") else value
+        for key, value in config.items()
+    }
 
 
 def with_defaults(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:

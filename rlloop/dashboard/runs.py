@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from rlloop.config.resume import flatten
+from rlloop.config.resume import flatten, without_logins
 from rlloop.config.tasks import offline_kind
 from rlloop.dashboard.notes import NOTES, read_notes
 from rlloop.metrics import number_of, outcome_names, pass_or_fail
@@ -196,7 +196,7 @@ class Run:
         stamp = _stamp(self.path / "config.yaml")
         if self._config is None or self._config[0] != stamp:
             loaded = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
-            self._config = stamp, flatten(loaded) if isinstance(loaded, Mapping) else {}
+            self._config = stamp, without_logins(flatten(loaded)) if isinstance(loaded, Mapping) else {}
         return self._config[1]
 
     def offline(self) -> str | None:

@@ -60,8 +60,9 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     if config.rollout.partial.prompts:
         _check_carries(config, task)
-    if check := check_of(scored):
-        check(task.eval_examples(1)[0])
+    if (check := check_of(scored)) and getattr(task, "player", None) is None:  # which may give rows further fields
+        for example in task.eval_examples(1)[:1]:
+            check(example)
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 

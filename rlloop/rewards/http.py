@@ -28,17 +28,18 @@ def worth_another_try(error: BaseException) -> bool:
 
 def check_address(url: str) -> None:
     """Raises `ConfigError` unless the address begins with http:// or https:// and has no login."""
+    if "@" in url.partition("?")[0]:  # a malformed login, too, before a message shows it
+        raise ConfigError(
+            "reward.url has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave "
+            "it out, set token_env: LOGIN beside url, and "
+            "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""
+        )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
     try:
-        login = httpx.URL(url).userinfo
+        httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"reward.url is {url!r}, which is no address: {error}") from None
-    if login:
-        raise ConfigError(
-            "reward.url has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave "
-            'it out; export LOGIN="Basic $(printf user:password | base64)" and set token_env: LOGIN beside url'
-        )
 
 
 def authorization(token_env: str | None) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlloop.config.resume import flatten, with_defaults
+from rlloop.config.resume import flatten, with_defaults, without_logins
 from rlloop.config.tasks import offline_kind
 from rlloop.metrics import held_out_names, outcomes, pass_or_fail
 from rlloop.runs.folder import read_config, read_records
@@ -34,7 +34,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        return cls(path, flatten(read_config(path)), list(read_records(path / "metrics.jsonl")))
+        return cls(path, without_logins(flatten(read_config(path))), list(read_records(path / "metrics.jsonl")))
 
     @classmethod
     def read_all(cls, paths: Iterable[Path]) -> list[Run]:

@@ -91,6 +91,26 @@ def test_cuts_leave_no_trace(case: str, sizes: list[int]) -> None:
         step += 1
 
 
+@pytest.mark.skipif("tests.support.interpreted_kernels" not in sys.modules, reason="kernels of a GPU")
+@pytest.mark.parametrize("case", ["delta", "mamba"])
+def test_many_programs_have_the_bits_of_few(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of three sequences: the second goes on in a begun chunk, has none, and is of a new one."""
+    from rlloop.numerics.kernels.triton import scan
+
+    work, tokens, weights, shape = CASES[case]
+    made = []
+    for few in (scan.FEW_PROGRAMS, 0):
+        monkeypatch.setattr(scan, "FEW_PROGRAMS", few)
+        store = drawn(9, *shape)
+        for layout in steps([[21, 3, 0], [14, 0, 20]]):
+            count = int(layout.query_start[-1])
+            state = RecurrentState(store, torch.tensor([2, 0, 4]))
+            made.append(work(layout, state, **{n: x[:count] for n, x in tokens.items()}, **weights))
+        made.append(store)
+    for few, many in zip(made[:3], made[3:], strict=True):
+        assert same_bits(few, many)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_neighbours_and_threads_leave_no_trace(case: str) -> None:
     work, tokens, weights, _ = CASES[case]

@@ -1,6 +1,7 @@
 """A failing, hanging or senseless reward is that sample's explicit outcome, and the others keep theirs."""
 
 import asyncio
+import base64
 import gc
 import http.server
 import json
@@ -472,10 +473,27 @@ def test_a_server_that_fails_is_named(fails, says):
     assert str(failed.value).splitlines()[0] == says
 
 
-def test_a_login_stands_in_no_address_and_is_sent_from_the_environment(monkeypatch):
+@pytest.mark.parametrize(
+    "address",
+    ["http://me:s3cret@judge/x", "https://me:s3/cret@judge/x", "HTTPS://me:s3cret@judge:port/x", "me:s3cret@judge"],
+)
+def test_an_address_with_a_login_is_refused_and_not_told(address):
     with pytest.raises(ConfigError, match=r"reward.url has a login .* token_env: LOGIN beside url") as refused:
-        HttpReward("http://me:password@judge/x")
-    assert "me:password" not in str(refused.value)
+        HttpReward(address)
+    assert "me:s3" not in str(refused.value)
+
+
+def test_the_command_of_the_error_makes_a_header(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        HttpReward("http://me@judge/x")
+    command = str(refused.value).partition("and export ")[2].replace("user:password", "me:pa%dss" + "x" * 70)
+    made = subprocess.run(["sh", "-c", f'{command}; printf %s "$LOGIN"'], capture_output=True, text=True, check=True)
+    kind, code = made.stdout.split(" ")
+    assert kind == "Basic"
+    assert base64.b64decode(code, validate=True).decode() == "me:pa%dss" + "x" * 70
+
+
+def test_a_login_is_sent_from_the_environment(monkeypatch):
     for name, value in (("LOGIN", "Basic bWU6cGFzcw=="), ("TOKEN", "abc")):
         monkeypatch.setenv(name, value)
     assert authorization("LOGIN") == {"Authorization": "Basic bWU6cGFzcw=="}

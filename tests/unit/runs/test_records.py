@@ -251,6 +251,11 @@ def test_a_run_whose_address_had_a_login_goes_on_without_it_and_the_login_is_not
         refuse_other_run(RUN, with_login, {**CONFIG, "reward": {"url": "https://other/x", "token_env": None}})
 
 
+def test_only_a_url_loses_what_stands_before_an_at():
+    with pytest.raises(RunError, match=r"task\.revision: the run has 'x://alice@v1', now it is 'x://bob@v1'"):
+        refuse_other_run(RUN, *({**CONFIG, "task": {"revision": f"x://{name}@v1"}} for name in ("alice", "bob")))
+
+
 def test_a_run_older_than_a_key_goes_on_with_its_default():
     refuse_other_run(RUN, CONFIG, {**CONFIG, "algorithm": {"max_refills": 0}})
     with pytest.raises(RunError, match=r"algorithm\.max_refills: the run has 0, now it is 3"):

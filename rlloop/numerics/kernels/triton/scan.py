@@ -9,8 +9,9 @@ that of all up to t,
     out = a q S + W u,  and after a whole chunk  S <- a[last] S + k^T (D[last] u)
 
 Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of all chunks at once; `scan_chunks` goes
-from chunk to chunk. What a begun chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows
-of D and a. `decode` makes one row of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
+from chunk to chunk, or `scan_pairs` where programs are few. What a begun chunk's later tokens need is kept in the state
+(`scan_state`): keys, r, T, last rows of D and a. `decode` makes one row of each product from it: it reads S once, and
+writes it once in `CHUNK` tokens.
 
 A row has the same bits from both. Products are of TF32 parts (`scan_products.split`), and each number of a product is a
 chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
@@ -112,7 +113,6 @@ def scan(
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
     if triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS:
-        del shape["CHUNK"]
         scan_pairs[(triton.cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
             PIECES=triton.cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,
@@ -122,7 +122,6 @@ def scan(
     columns = min(COLUMNS, power_of_two(width, 16))
     scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-        COLUMNS=columns, BLOCKS=columns // 16, STAGES=STAGES, num_warps=columns // 16, **_pieces(key_width, MANY_PIECE),
-        **places, **shape,
+        COLUMNS=columns, STAGES=STAGES, num_warps=columns // 16, **_pieces(key_width, MANY_PIECE), **places, **shape,
     )  # fmt: skip
     return out

@@ -106,14 +106,14 @@ def prepare(
 @triton.jit
 def _chunk(
     state, q, k, to, values, betas, given, is_old, there, keys_there, whole, KEY: tl.constexpr, STRIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
-    CORRECTS: tl.constexpr,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it (the same where it is not whole), outputs and r, both [V, 16]. r of old rows is `given`.
 
     `there`: rows that have a query; those that are old or there have a key, `keys_there` in order. All else is
     `turned`."""
     SQUARE: tl.constexpr = CHUNK * CHUNK
+    BLOCKS: tl.constexpr = COLUMNS // 16
     i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
     token, has_key = turned(n), is_old | there
     square = n[None, :] * CHUNK + n[:, None]
@@ -159,7 +159,7 @@ def _chunk(
 def scan_chunks(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr,
     MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def scan_chunks(
         given = tl.load(kept_at, is_old[None, :] & of_value, 0.0)
         state, output, r = _chunk(
             state, q, keys, to, values, betas, given, is_old, there, chunk + n < end, chunk + CHUNK <= end, KEY, STRIDE,
-            COLUMNS, BLOCKS, PIECES, PIECE, CHUNK, CORRECTS,
+            COLUMNS, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         tl.store(out + value_at, output, is_new)
         tl.store(kept_at, r, is_new & (has_states != 0) & (end < chunk + CHUNK))

@@ -38,11 +38,10 @@ def _straight(x, COLUMNS: tl.constexpr, BACK: tl.constexpr = False):
 @triton.jit
 def _chunk(
     state, q, k, to, values, betas, given, first, old, end, KEY: tl.constexpr, STRIDE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, CORRECTS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it, outputs [2, V, 8], each warp's of its tokens, and r [2, V, 16]. Tokens are counted from
     `first`: those before `old` have keys, and r `given`; from `end` on there are none."""
-    CHUNK: tl.constexpr = 16
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SPAN: tl.constexpr = 2 * PIECE
     warp, n = tl.arange(0, 2), tl.arange(0, CHUNK)
@@ -102,12 +101,11 @@ def _chunk(
 def scan_pairs(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr,
-    SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
+    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has 16 columns of a head's state, and a sequence's chunks in turn; a warp of it `PIECE` numbers of each
     piece along K."""
-    CHUNK: tl.constexpr = 16
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
@@ -151,7 +149,7 @@ def scan_pairs(
         values = tl.load(v + n[None, :] * (HEADS * WIDTH) + j[:, None], there[None, :] & of_value, 0.0)
         betas = tl.load(beta + n * HEADS, there, 0.0)
         state, output, r = _chunk(
-            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE, CORRECTS,
+            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE, CHUNK, CORRECTS,
         )  # fmt: skip
         out_at = out + mine_of[:, None, :] * (HEADS * WIDTH) + j[None, :, None]
         tl.store(out_at, output, there_mine[:, None, :] & of_value[None, :, :])

@@ -1,6 +1,7 @@
 """Products of the kernels of `scan`, of TF32 parts, and the tiles of them. A state is stored transposed, [V, K], and so
 are tiles of values, [V, 16]: a warp then has 16 columns of S alone, and no other warp's numbers stand between two
-chunks. Along K, tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few of them at a time.
+chunks, but in `scan_pairs`. Along K, tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few
+of them at a time.
 
 Equal bits need the same instructions in all kernels: `mma.sync` of 16 x 8 x 8, whose K slots have the same numbers. So
 no product has 64 rows or more but in blocks of 16 rows each, and nothing that is multiplied comes from `tl.join`
