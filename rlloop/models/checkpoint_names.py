@@ -45,7 +45,8 @@ MODULES = {**{name: RENAMED[name] for name in SEEING}, KIMI: (("model.", "model.
 # `transposed`, each matrix of it the other way round. The first form is written where there is no source.
 FORMS = {
     "GptOssForCausalLM": ("stacked",),
-    "Qwen3VLMoeForConditionalGeneration": ("stacked", "transposed"),  # transformers' and the released files'
+    # transformers', the released bfloat16 files', and that of packed weights
+    "Qwen3VLMoeForConditionalGeneration": ("stacked", "transposed", "split"),
     "Qwen3_5MoeForConditionalGeneration": ("split", "stacked"),
 }
 
@@ -146,6 +147,12 @@ def stored_shapes(
     shapes: Mapping[str, tuple[int, ...]], architecture: str, form: str | None = None
 ) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, _, shape in stored_slices(shapes, architecture, form)}
+
+
+def shapes_in_any_form(shapes: Mapping[str, tuple[int, ...]], architecture: str) -> dict[str, tuple[int, ...]]:
+    """Shapes by stored name in every form of the architecture; where two share a name, the earlier form's."""
+    forms = FORMS.get(architecture, ("split",))
+    return {k: shape for form in reversed(forms) for k, shape in stored_shapes(shapes, architecture, form).items()}
 
 
 def stored_state(state: Mapping[str, Tensor], architecture: str, form: str | None = None) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
     compressed-tensors  X.weight_packed, X.weight_scale, X.weight_global_scale   nvfp4-pack-quantized
     modelopt            X.weight uint8, X.weight_scale, X.weight_scale_2         NVFP4
     mxfp4               X_blocks uint8, X_scales uint8                           MXFP4, as gpt-oss is released
-    fp8                 X.weight float8, X.weight_scale_inv                      FP8 in 128 x 128, as DeepSeek-V3 is
+    fp8                 X float8, X_scale_inv (X: Y.weight, or all experts)      FP8 in 128 x 128, as DeepSeek-V3 is
 
 Codes are the checkpoint's bytes. Inputs are not quantized: scales for them in the files are not read. The keys of the
 quantization_config are `packed_config`'s.
@@ -81,7 +81,7 @@ class PackedReader:
             "scales": ((*groups, rows, blocks), (packing.scales,)),
         }
         if packing is FP8:
-            fits["scales"] = (-(-rows // packing.group), blocks), FLOATS.values()
+            fits["scales"] = (*groups, -(-rows // packing.group), blocks), FLOATS.values()
         elif packing is INT4:
             fits["scales"] = fits["scales"][0], FLOATS.values()  # those of bfloat16 values
         for kind, (wanted, dtypes) in fits.items():
@@ -103,7 +103,7 @@ class PackedReader:
             codes = codes.flatten(-2)
         rows = codes.shape[-2]
         if packing is FP8:  # a row has the scales of its block of rows
-            scales = scales.float().repeat_interleave(packing.group, 0)[:rows].contiguous()
+            scales = scales.float().repeat_interleave(packing.group, -2)[..., :rows, :].contiguous()
         if packing is INT4:
             exact, scales = scales, scales.to(torch.bfloat16)
             if not torch.equal(scales.to(exact.dtype), exact) and not exact.isnan().any():

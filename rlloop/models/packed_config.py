@@ -73,7 +73,7 @@ def _fp8(keys: Keys) -> Scheme | None:
     keys.fixed("scale_fmt", "float", "ue8m0")  # scales that are powers of 2 are floats, too
     keys.fixed("expert_dtype", "fp8")
     keys.fixed("dequantize", False)
-    return Scheme(FP8, {"codes": ".weight", "scales": ".weight_scale_inv"}, left_out=(INPUTS_8,))
+    return Scheme(FP8, {"codes": "", "scales": "_scale_inv"}, strips="", left_out=(INPUTS_8,))
 
 
 def _modelopt(keys: Keys) -> Scheme | None:
@@ -116,6 +116,14 @@ def _compressed(keys: Keys) -> Scheme | None:
     left_out = _groups(keys, NVFP4_NUMBERS, inputs=True, form=form)
     names = {"codes": ".weight_packed", "scales": ".weight_scale", "of_tensor": ".weight_global_scale"}
     return Scheme(NVFP4, names, divides=True, left_out=left_out)
+
+
+def given_once(whole: Keys, text: Keys) -> Any:
+    """The `quantization_config` of a whole config.json or of its text_config; where both have one they must agree."""
+    given = [each for keys in (whole, text) if (each := keys.take("quantization_config")) is not None]
+    if len(given) == 2 and given[0] != given[1]:
+        whole.refuse("quantization_config", given[0], "that of text_config, or one of the two")
+    return given[0] if given else None
 
 
 METHODS: dict[str, Callable[[Keys], Scheme | None]] = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlloop.models.config_reader import Keys, all_are
+from rlloop.models.packed_config import given_once
 
 # architecture -> the parts that are left out, and how the names of their tensors begin
 LEFT_OUT = {
@@ -51,19 +52,13 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     own.fixed("tie_word_embeddings", False)
     if keys.flag("tie_word_embeddings", True):  # transformers' default
         keys.refuse("tie_word_embeddings", True, "false")
-    both = (keys.take("quantization_config"), own.take("quantization_config"))  # the released file has the second
-    quantized = [each for each in both if each is not None]
-    if len(quantized) == 2 and quantized[0] != quantized[1]:
-        keys.refuse("quantization_config", quantized[0], "that of text_config, or one of the two")
+    quantized = given_once(keys, own)  # the released file has it in text_config
     eos_token_id = keys.take("eos_token_id")
     projection = keys.take("projection_hidden_size")
     if keys.has("vision_config"):
         _check_vision(keys.within("vision_config"), text.get("hidden_size"), projection)
     keys.refuse_the_rest()
-    return {
-        "eos_token_id": eos_token_id, **text, "model_type": None,
-        "quantization_config": quantized[0] if quantized else None,
-    }  # fmt: skip
+    return {"eos_token_id": eos_token_id, **text, "model_type": None, "quantization_config": quantized}
 
 
 def _check_vision(keys: Keys, text_size: Any, projection_size: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.config_reader import Keys, all_are
+from rlloop.models.packed_config import given_once
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ def split(raw: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], Ke
     if not isinstance(text, dict):
         keys.refuse("text_config", text, "an object")
     text = dict(text)
-    Keys(text, "text_config.").fixed("model_type", *family.text_types)
+    own = Keys(text, "text_config.")
+    own.fixed("model_type", *family.text_types)
     tied = keys.flag("tie_word_embeddings", False)  # transformers ties by the outer one alone
     text = {**text, "architectures": [architecture], "model_type": None, "tie_word_embeddings": tied}
-    for each in (keys, Keys(text, "text_config.")):
-        each.fixed("quantization_config", None)  # packed or 8-bit weights are not proven beside images
+    text["quantization_config"] = given_once(keys, own)  # the tower's weights stay plain: `weight_reader`
     if (eos_token_id := keys.take("eos_token_id")) is not None:
         text.setdefault("eos_token_id", eos_token_id)
     return text, keys

@@ -16,8 +16,10 @@ from rlloop.models.architecture import ModelConfig
 from rlloop.models.checkpoint_names import (
     EMBEDDING,
     HEAD,
+    TOWER,
     StoredSlice,
     form_of,
+    shapes_in_any_form,
     stored_name,
     stored_shapes,
     stored_slices,
@@ -47,12 +49,18 @@ def read_weights(
     stored, shapes = StoredWeights.open(folder), shapes_of(config)
     left_out = tensors_left_out(config, stored)
     checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
-    form = form_of(checkpoint_shapes, shapes, config.architecture)
-    expected = stored_shapes(shapes, config.architecture, form)
     scheme = None if config.quantization is None else read_scheme(config.quantization)
-    packed = None if scheme is None else PackedReader(scheme, stored, expected)
+    packed = None if scheme is None else PackedReader(scheme, stored, shapes_in_any_form(shapes, config.architecture))
     if packed is not None:
         checkpoint_shapes = packed.found(checkpoint_shapes)
+        tower = stored_name(TOWER, config.architecture)
+        if of_tower := sorted(name for name in packed.names if name.startswith(tower)):
+            raise ModelError(
+                f"{folder}: weights of the vision tower are packed, which is not supported: {some(of_tower)}; store "
+                "them in bfloat16"
+            )
+    form = form_of(checkpoint_shapes, shapes, config.architecture)
+    expected = stored_shapes(shapes, config.architecture, form)
     if (others := {name: part for name, part in left_out.items() if part}) and dtype is not None:
         parts = " and ".join(dict.fromkeys(others.values()))
         log.warning("%s: %s are left out: %s", folder, parts, some(sorted(others)))

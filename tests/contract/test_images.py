@@ -305,7 +305,7 @@ def test_a_picture_of_another_models_processor_is_refused_before_sampling(
         ({"text_config.rope_parameters": {"rope_type": "default", "mrope_section": [2, 9, 1]}}, "mrope_section is"),
         ({"image_token_id": 97}, "image_token_id is 97"),
         ({"projector": 1}, "does not know what projector would change"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config of quant_method 'fp8', which is not"),
     ],
 )  # fmt: skip
 def test_each_key_is_read_or_refused(folder: Path, changes: dict, message: str) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.image_models import make_image_checkpoint
 from tests.support.kimi_models import make_kimi_checkpoint
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -30,6 +31,8 @@ FORMATS = {  # format -> (family, quantization_config)
 }  # fmt: skip
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 EXPERTS = {"moe_intermediate_size": 32}
+WIDTH = 160  # of models that read images: two of FP8's blocks
+FILE = "model.safetensors"
 
 
 def nibbles(rows: int, width: int, generator: torch.Generator) -> Tensor:
@@ -90,24 +93,67 @@ def make_packed(place: Path, kind: str, **config: Any) -> tuple[Path, Path]:
             make_kimi_checkpoint(folder, dtype=torch.bfloat16, num_hidden_layers=3, **sizes)
         else:
             make_checkpoint(folder, family, dtype=torch.bfloat16, **sizes)
+    _pack(place, kind.removesuffix("_kimi"), ".experts." if wrapped else "")
+    _quantize_config(packed, quantization, "text_config" if wrapped else None)
+    return packed, plain
+
+
+def make_packed_images(place: Path, family: str, kind: str, under: str | None = None) -> tuple[Path, Path]:
+    """As `make_packed`, of a model that reads images; its tower is plain, and so are the gates' inputs of recurrent
+    layers, as released. `under`: where config.json has the quantization_config; None: at the top."""
+    plain, packed = place / "plain", place / "packed"
+    text: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 96}
+    if family != "qwen3_vl":
+        text |= EXPERTS
+    if family == "qwen3_5_moe":
+        text |= {"shared_expert_intermediate_size": 32, "linear_value_head_dim": 24}
+    for folder in (plain, packed):
+        make_image_checkpoint(folder, family, dtype=torch.bfloat16, text=text, vision={"out_hidden_size": WIDTH})
+    _pack(place, kind, "language_model.layers.", ("in_proj_a.", "in_proj_b."))
+    _quantize_config(packed, FORMATS[kind][1], under)
+    return packed, plain
+
+
+def _quantize_config(folder: Path, quantization: dict[str, Any], under: str | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config if under is None else config[under])["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _pack(place: Path, kind: str, part: str, left: tuple[str, ...] = ()) -> None:
+    """Rewrite place/packed with projections packed whose names have `part` and none of `left`, experts one by one, and
+    place/plain with their values."""
     generator = torch.Generator().manual_seed(0)
-    file = "model.safetensors"
-    tensors = load_file(plain / file)
+    tensors = load_file(place / "plain" / FILE)
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if kind == "mxfp4" and re.search(r"experts\.(gate_up|down)_proj$", name):
+        experts = re.search(r"experts\.(gate_up|down)_proj$", name) is not None
+        if kind == "mxfp4" and experts:
             parts, values = packed_experts(tuple(tensor.shape), generator)
-            stored |= {name + ending: part for ending, part in parts.items()}
-        elif kind != "mxfp4" and tensor.ndim == 2 and "_proj" in name and (not wrapped or ".experts." in name):
-            parts, values = packed_matrix(kind.removesuffix("_kimi"), (tensor.shape[0], tensor.shape[1]), generator)
-            stored |= {name.removesuffix(".weight") + ending: part for ending, part in parts.items()}
+            stored |= {name + ending: each for ending, each in parts.items()}
+            tensors[name] = values
+        elif (
+            kind != "mxfp4" and "_proj" in name and part in name and not any(each in name for each in left)
+            and (tensor.ndim == 2 or experts)
+        ):  # fmt: skip
+            for matrix, rows in _matrices(name, tensor).items():
+                parts, values = packed_matrix(kind, (rows.shape[0], rows.shape[1]), generator)
+                stored |= {matrix + ending: each for ending, each in parts.items()}
+                rows.copy_(values)
         else:
             stored[name] = tensor
-            continue
-        tensors[name] = values
-    save_file(tensors, plain / file)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / file)
-    config = json.loads((packed / "config.json").read_text())
-    (config["text_config"] if wrapped else config)["quantization_config"] = quantization
-    (packed / "config.json").write_text(json.dumps(config))
-    return packed, plain
+    save_file(tensors, place / "plain" / FILE)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, place / "packed" / FILE)
+
+
+def _matrices(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Views of a weight's matrices by name, without .weight: itself, or those of each expert of a stack."""
+    if tensor.ndim == 2:
+        return {name.removesuffix(".weight"): tensor}
+    before, _, kind = name.rpartition(".")
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    return {
+        f"{before}.{expert}.{each}": rows
+        for expert, matrix in enumerate(tensor)
+        for each, rows in zip(kinds, matrix.chunk(len(kinds)), strict=True)
+    }

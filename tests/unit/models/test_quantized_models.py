@@ -16,13 +16,14 @@ from rlloop.models.fp8 import quantised_names
 from rlloop.models.fp8_files import save_fp8
 from rlloop.numerics import operators
 from rlloop.numerics.fp8 import Fp8Weight
+from rlloop.numerics.packed import PackedWeight
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout
 from rlloop.sync.bundle import BundlePublisher, BundleReplica
 from rlloop.sync.live import LiveTarget, named_weights, tensors_of
 from rlloop.trainer import Trainer
-from tests.support.image_models import make_image_checkpoint
+from tests.support.image_models import FAMILIES, make_image_checkpoint
 from tests.support.packed_models import make_packed
 from tests.support.rank_updates import DENSE, INDEXED, MIXTURE
 from tests.support.samples import as_sample, different
@@ -185,8 +186,17 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):
         Engine(model, adapter_slots=2).load_adapter("a", tmp_path)
 
 
-def test_a_folder_in_8_bits_names_its_plain_modules_as_transformers_does(tmp_path):
-    make_image_checkpoint(tmp_path / "base", dtype=torch.bfloat16)
-    save_fp8(load_model(tmp_path / "base", dtype="bfloat16", quantize="fp8"), tmp_path / "saved")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_in_8_bits_of_a_model_that_reads_images(tmp_path, family):
+    """It names its plain modules as transformers does, and is read as packed weights, experts stacked or not."""
+    text = {} if family == "qwen3_vl" else {"moe_intermediate_size": 128}
+    make_image_checkpoint(tmp_path / "base", family, dtype=torch.bfloat16, text=text)
+    model = load_model(tmp_path / "base", dtype="bfloat16", quantize="fp8")
+    save_fp8(model, tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "model.visual.blocks.0.attn.qkv" in config["quantization_config"]["modules_to_not_convert"]
+    packed = dict(load_model(tmp_path / "saved").named_parameters())
+    for name, each in model.named_parameters():
+        assert isinstance(packed[name], PackedWeight) == isinstance(each, Fp8Weight), name
+        own, wanted = (x.dequantised() if isinstance(x, PackedWeight | Fp8Weight) else x for x in (packed[name], each))
+        assert torch.equal(own, wanted), name
