@@ -16,6 +16,7 @@ from rlloop.parallel.context import ParallelContext, join
 from rlloop.parallel.layout import Layout
 from rlloop.runs.folder import read_records
 from tests.support.image_models import FAMILIES, image_config, inputs, make_image_checkpoint
+from tests.support.packed_models import make_packed_images
 from tests.support.rank_cases import CPU, bits
 from tests.support.rank_context import compared
 from tests.support.rank_updates import Case, digests_of, go, live, ranked, save
@@ -108,6 +109,13 @@ def test_engines_and_trainers_have_the_bits_of_one_rank(folders: dict[str, Path]
             assert results.keys() == (wanted[family].keys() if layout.pp == 1 else {*list(wanted[family])[:4]})
             for name, result in results.items():
                 assert result == wanted[family][name], f"{family}: {name}"
+
+
+def test_packed_text_weights_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    packed = {family: make_packed_images(tmp_path / family, family, "fp8")[0] for family in ("qwen3_vl", "qwen3_5_moe")}
+    wanted = {family: seen(folder, None) for family, folder in packed.items()}
+    for found in run_ranks(2, seen_in, packed, Layout(tp=2)):
+        assert found == wanted
 
 
 @pytest.mark.parametrize("size", [2, 3])
