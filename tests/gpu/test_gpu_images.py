@@ -199,10 +199,12 @@ def test_engine_and_trainer_have_the_same_bits(tmp_path, family, dtype):
     made, wrong = Engine(model).generate(asked, sampling), {}
     for name, settings in {
         "chunks": {"max_batch_tokens": 48, "page_size": 64, "prefix_caching": False}, "few": {"max_running": 3},
-        "preempted": {"max_cache_tokens": 512, "max_batch_tokens": 96}, "one": {"max_running": 1},
+        "preempted": {"max_cache_tokens": 384, "max_batch_tokens": 96}, "one": {"max_running": 1},
     }.items():  # fmt: skip
-        again = Engine(model, **settings).generate(asked, sampling)
+        engine = Engine(model, **settings)
+        again, stats = engine.generate(asked, sampling), engine.stats()
         wrong[name] = sum(bits(a) != bits(b) for a, b in zip(again, made, strict=True))
+        assert name != "preempted" or min(stats.preemptions, stats.cached_tokens) > 0, stats
     pairs = [(prompt, each.token_ids) for prompt, each in zip(asked, made, strict=True)]
     for tokens in (None, 300):
         scored = token_logprobs(model, pairs, sampling=sampling, max_tokens=tokens)

@@ -18,6 +18,7 @@ from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
+from rlloop.types import SamplingParams
 from tests.support.gpu_mixtures import RECURRENT, model_of, traffic
 from tests.support.samples import as_sample, different
 from tests.support.traffic import bits
@@ -232,10 +233,13 @@ def test_engine_and_trainer_have_the_same_bits(family, dtype):
     wrong = {}
     for name, settings in {
         "chunks": {"max_batch_tokens": 64, "page_size": 64, "prefix_caching": False}, "few": {"max_running": 3},
-        "preempted": {"max_cache_tokens": 256, "max_batch_tokens": 96},
+        "preempted": {"max_cache_tokens": 128, "max_batch_tokens": 96},
     }.items():  # fmt: skip
-        again = Engine(model, **settings).generate(prompts[:12], sampling[:12])
+        engine, count = Engine(model, **settings), 32 if name == "preempted" else 12
+        again = engine.generate(prompts[:count], sampling[:count])
         wrong[name] = sum(bits(a) != bits(b) for a, b in zip(again, made, strict=False))
+        stats = engine.stats()
+        assert name != "preempted" or min(stats.preemptions, stats.cached_tokens) > 0, stats
     pairs = [(c.prompt_ids, c.token_ids) for c in made]
     for tokens in (None, 300):
         scored = token_logprobs(model, pairs, sampling=sampling, max_tokens=tokens)
@@ -248,6 +252,35 @@ def test_engine_and_trainer_have_the_same_bits(family, dtype):
         away = max(float(np.abs(a.detach().numpy() - b.logprobs).max()) for a, b in zip(on_cpu, made, strict=False))
         print(f"{family}: largest difference from the CPU's logprobs {away:.1e}")
         assert away < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "nemotron_h"])
+def test_groups_and_prompts_that_begin_alike_start_from_saved_states(family, dtype):
+    model, rng = model_of(family, dtype, RECURRENT[family]), np.random.default_rng(5)
+    start, page = rng.integers(3, 900, 203).tolist(), 16
+    saved = len(start) // page * page  # tokens before the state that the first request of the group leaves
+    longer = [start[:saved] + rng.integers(3, 900, n).tolist() for n in (1, 15, 40, 70)]
+    prompts = [*[start] * 6, *longer, *[longer[-1]] * 2]
+    sampling = [SamplingParams(8 + i % 5, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    alone = Engine(model, prefix_caching=False).generate(prompts, sampling)
+    last = len(longer[-1]) // page * page  # of the last two's
+    found, wrong = {}, {}
+    for name, settings in {"whole": {}, "chunks": {"max_batch_tokens": 64}, "few": {"max_running": 3}}.items():
+        engine, found[name] = Engine(model, page_size=page, **settings), []
+        for turn in range(3):  # the second time from states of the first, the third from none of before
+            if turn == 2:
+                engine.set_version(1)
+            before = engine.stats().cached_tokens
+            again = engine.generate(prompts, sampling)
+            found[name].append(engine.stats().cached_tokens - before)
+            wrong[name, len(found[name])] = sum(bits(a) != bits(b) for a, b in zip(again, alone, strict=True))
+    print(f"{family} {dtype}: tokens from saved states {found}, differ {wrong}")
+    assert not any(wrong.values()), wrong
+    for first, second, third in found.values():
+        assert first == third == (5 + 4) * saved + 2 * last
+        assert second > first
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
