@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlloop import Engine, SamplingParams, load_model
+from rlloop import Engine, load_model
 from rlloop.algorithms import get_loss
 from rlloop.config.algorithm import CriticConfig
 from rlloop.config.trainer import TrainerConfig
@@ -16,23 +15,13 @@ from rlloop.errors import ConfigError
 from rlloop.models.parameters import ParameterStore
 from rlloop.trainer import Trainer
 from rlloop.trainer.critic import Critic
-from rlloop.types import Sample
 from tests.support.checkpoints import make_checkpoint
-from tests.support.image_models import FAMILIES, inputs, make_image_checkpoint
-from tests.support.samples import as_sample, different
+from tests.support.image_models import FAMILIES, make_image_checkpoint
+from tests.support.image_samples import sampled
+from tests.support.samples import different
 
 TOWER = "visual."
 FROZEN = TrainerConfig(lr=1e-2, freeze_vision_tower=True)
-
-
-def sampled(engine: Engine, seed: int) -> list[Sample]:
-    prompts = [prompt for prompt, _ in inputs()]
-    made = engine.generate(prompts, SamplingParams(max_tokens=8, seed=seed, ignore_eos=True))
-    samples = [as_sample(index, each, index % 2 - 0.5) for index, each in enumerate(made)]
-    return [
-        replace(each, example=replace(each.example, model_input=prompt))
-        for each, prompt in zip(samples, prompts, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,10 +20,10 @@ from rlloop.models.adapter_weights import Adapter
 from rlloop.models.config import parse_config
 from rlloop.numerics.packed import PackedWeight, is_packed
 from rlloop.trainer import Trainer
-from tests.contract.test_frozen_tower import sampled
 from tests.support.adapters import random_adapter
 from tests.support.family_checks import SAMPLING
 from tests.support.image_models import FAMILIES, inputs
+from tests.support.image_samples import sampled
 from tests.support.packed_models import FILE, FORMATS, make_packed_images, packed_matrix
 from tests.support.samples import different
 from tests.support.traffic import bits
