@@ -155,6 +155,45 @@ def _chunk(
     return after, output, r
 
 
+@triton.jit
+def step_of(sequence, query_start, context, rows, states, has_states, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """-> a sequence's first token of this step, its tokens before it, its state, and `old` and `end`: tokens are
+    counted from the first chunk's begin, those of this step are `old` and on, up to `end`."""
+    begin = tl.load(query_start + sequence)
+    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
+    known = begin * 0
+    mine = states
+    if has_states != 0:
+        known = tl.load(context + sequence)
+        mine = states + tl.load(rows + sequence) * SIZE
+    old = (known % CHUNK).to(tl.int32)
+    end = tl.where(count > 0, old + count, 0)
+    return begin, known, mine, old, end
+
+
+@triton.jit
+def keep_begun(
+    mine, to, k, head, upto, is_new, KEY: tl.constexpr, STRIDE: tl.constexpr, SHARE: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
+    INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr,
+):  # fmt: skip
+    """Keeps of a chunk that has `upto` tokens, at `to` and `k`: T, the last rows of D and a, keys that `is_new`."""
+    SQUARE: tl.constexpr = CHUNK * CHUNK
+    i, n = tl.arange(0, PIECE), tl.arange(0, CHUNK)
+    row, column = n[:, None], n[None, :]
+    if CORRECTS:
+        inverse = tl.load(to + row * CHUNK + column)
+        tl.store(mine + INVERSES + head * SQUARE + turned(n)[:, None] * CHUNK + column, inverse)
+    faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
+    tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
+    tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
+    kept = mine + KEYS + head // SHARE * (CHUNK * KEY) + row * KEY + i[None, :]
+    for piece in tl.static_range(PIECES):
+        mask = (is_new & (head % SHARE == 0))[:, None] & (piece * PIECE + i < KEY)[None, :]
+        fresh = tl.load(k + row * STRIDE + piece * PIECE + i[None, :], mask, 0.0)
+        tl.store(kept + piece * PIECE, fresh, mask)
+
+
 @triton.jit(do_not_specialize=["has_states"])
 def scan_chunks(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
@@ -164,21 +203,11 @@ def scan_chunks(
     MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has some columns of a head's state, and a sequence's chunks in turn."""
-    SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
-    begin = tl.load(query_start + sequence)
-    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
-    known = begin * 0
-    mine = states
-    if has_states != 0:
-        known = tl.load(context + sequence)
-        mine = states + tl.load(rows + sequence) * SIZE
-    # Tokens are counted from the first chunk's begin: those of this step are `old` and on, up to `end`.
-    old = (known % CHUNK).to(tl.int32)
-    end = tl.where(count > 0, old + count, 0)
+    begin, known, mine, old, end = step_of(sequence, query_start, context, rows, states, has_states, SIZE, CHUNK)
     i, j, n = tl.arange(0, PIECE), block * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     of_value = (j < WIDTH)[:, None]
     state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
@@ -220,18 +249,8 @@ def scan_chunks(
                 tl.store(state_at + piece * PIECE, state[piece], of_value & (piece * PIECE + i < KEY)[None, :])
         upto = end % CHUNK
         if (block == 0) & (upto > 0):  # nothing of this is read in this launch
-            to -= HEADS * MADE
-            k -= CHUNK * STRIDE
-            row, column = n[:, None], n[None, :]
-            if CORRECTS:
-                inverse = tl.load(to + row * CHUNK + column)
-                tl.store(mine + INVERSES + head * SQUARE + token[:, None] * CHUNK + column, inverse)
-            faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
-            tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
-            tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
-            is_new = (n < upto) & ((end >= CHUNK) | (n >= old)) & (head % SHARE == 0)
-            kept = mine + KEYS + group * (CHUNK * KEY) + n[:, None] * KEY + i[None, :]
-            for piece in tl.static_range(PIECES):
-                mask = is_new[:, None] & (piece * PIECE + i < KEY)[None, :]
-                fresh = tl.load(k + n[:, None] * STRIDE + piece * PIECE + i[None, :], mask, 0.0)
-                tl.store(kept + piece * PIECE, fresh, mask)
+            is_new = (n < upto) & ((end >= CHUNK) | (n >= old))
+            keep_begun(
+                mine, to - HEADS * MADE, k - CHUNK * STRIDE, head, upto, is_new, KEY, STRIDE, SHARE, PIECES, PIECE,
+                CHUNK, CORRECTS, KEYS, INVERSES, FADES, SINCE,
+            )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rlloop.numerics.kernels.triton.scan_kernels import keep_begun, step_of
 from rlloop.numerics.kernels.triton.scan_products import plus, split, straight, summed, turned
 
 
@@ -106,22 +107,12 @@ def scan_pairs(
 ):  # fmt: skip
     """A program has 16 columns of a head's state, and a sequence's chunks in turn; a warp of it `PIECE` numbers of each
     piece along K."""
-    SQUARE: tl.constexpr = CHUNK * CHUNK
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
     SPAN: tl.constexpr = 2 * PIECE
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
-    begin = tl.load(query_start + sequence)
-    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
-    known = begin * 0
-    mine = states
-    if has_states != 0:
-        known = tl.load(context + sequence)
-        mine = states + tl.load(rows + sequence) * SIZE
-    # Tokens are counted from the first chunk's begin: those of this step are `old` and on, up to `end`.
-    old = (known % CHUNK).to(tl.int32)
-    end = tl.where(count > 0, old + count, 0)
+    begin, known, mine, old, end = step_of(sequence, query_start, context, rows, states, has_states, SIZE, CHUNK)
     warp, n, j = tl.arange(0, 2), tl.arange(0, CHUNK), block * 16 + tl.arange(0, 16)
     of_value = (j < WIDTH)[:, None]
     number = warp[:, None, None] * PIECE + tl.arange(0, PIECE)[None, None, :]
@@ -170,17 +161,7 @@ def scan_pairs(
         stored = (is_new[None, :] & of_value)[None, :, :] & (warp == 0)[:, None, None]
         tl.store(kept_at[None, :, :] + 0 * warp[:, None, None], r, stored)
         if (block == 0) & (upto > 0):  # nothing of this is read in this launch
-            to -= HEADS * MADE
-            k -= CHUNK * STRIDE
-            row, column = n[:, None], n[None, :]
-            if CORRECTS:
-                inverse = tl.load(to + row * CHUNK + column)
-                tl.store(mine + INVERSES + head * SQUARE + turned(n)[:, None] * CHUNK + column, inverse)
-            faded, since = tl.load(to + 2 * SQUARE + CHUNK + n), tl.load(to + 2 * SQUARE + CHUNK - 1)
-            tl.store(mine + FADES + head * SQUARE + (upto - 1) * CHUNK + n, faded)
-            tl.store(mine + SINCE + head * CHUNK + upto - 1, since)
-            kept = mine + KEYS + group * (CHUNK * KEY) + row * KEY
-            for piece in tl.static_range(PIECES):
-                i = (piece * SPAN + tl.arange(0, SPAN))[None, :]
-                mask = (is_new & (head % SHARE == 0))[:, None] & (i < KEY)
-                tl.store(kept + i, tl.load(k + row * STRIDE + i, mask, 0.0), mask)
+            keep_begun(
+                mine, to - HEADS * MADE, k - CHUNK * STRIDE, head, upto, is_new, KEY, STRIDE, SHARE, PIECES, SPAN,
+                CHUNK, CORRECTS, KEYS, INVERSES, FADES, SINCE,
+            )  # fmt: skip
