@@ -19,7 +19,7 @@ from rlloop.models.weights import usable_device
 from rlloop.numerics.implementations import batch_invariant, check_outside, is_outside
 from rlloop.protocols import Task
 from rlloop.rewards import resolve_reward
-from rlloop.rewards.examples import check_of
+from rlloop.rewards.examples import MissingField, check_of
 from rlloop.rewards.runner import RewardRunner
 from rlloop.rollout.vllm import versions
 from rlloop.runs.sinks import check_sinks
@@ -60,9 +60,13 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
         raise ConfigError(f"task._target_ {config.task['_target_']!r} is no task: it lacks {', '.join(missing)}")
     if config.rollout.partial.prompts:
         _check_carries(config, task)
-    if (check := check_of(scored)) and getattr(task, "player", None) is None:  # which may give rows further fields
+    if check := check_of(scored):
         for example in task.eval_examples(1)[:1]:
-            check(example)
+            try:
+                check(example)
+            except MissingField:
+                if getattr(task, "player", None) is None:  # which may give rows further fields
+                    raise
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
 

@@ -1,4 +1,4 @@
-"""What a reward needs of an example, which a run asks before it begins."""
+"""Fields of an example that a reward reads, and its check of an example before a run begins."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from rlloop.errors import ConfigError
 from rlloop.types import Example
 
 
+class MissingField(ConfigError):
+    """A row lacks a field that a reward reads."""
+
+
 def field_of(example: Example, key: str | None, setting: str) -> Any:
-    """`example.data[key]`. Raises `ConfigError` for a row without that field, which the reward's `setting` names.
+    """`example.data[key]`. Raises `MissingField` for a row without that field, which the reward's `setting` names.
 
     Example: `field_of(example, answer_key, "answer_key")`.
     """
     if key not in example.data:
         has = ", ".join(map(str, example.data)) or "none"
-        raise ConfigError(f"example {example.id!r} has no field {key!r}; {setting} must name one that it has: {has}")
+        raise MissingField(f"example {example.id!r} has no field {key!r}; {setting} must name one that it has: {has}")
     return example.data[key]
 
 
@@ -33,6 +37,6 @@ def check_of(reward: Any, section: str = "reward") -> Callable[[Example], None] 
         try:
             check(example, **bound)
         except ConfigError as error:
-            raise ConfigError(f"{section}: {error}") from None
+            raise type(error)(f"{section}: {error}") from None
 
     return checked

@@ -41,3 +41,15 @@ def test_rows_without_the_field_are_refused_with_the_fields_that_there_are(rewar
 @pytest.mark.parametrize("reward", [{**EXACT, "answer_key": "target"}, RUBRICS, PAIRS])
 def test_rows_with_it_are_taken_and_so_are_rewards_that_read_none(reward):
     prepared(reward)
+
+
+def test_a_player_may_give_rows_the_field_but_other_checks_are_asked(monkeypatch):
+    monkeypatch.setattr("rlloop.testing.FakeTask.player", object(), raising=False)
+    prepared(EXACT)
+
+    def refuses(example: object) -> None:
+        raise ConfigError("no pictures")
+
+    monkeypatch.setattr("rlloop.recipes.custom.reward.exact_match.check_example", refuses)
+    with pytest.raises(ConfigError, match="reward: no pictures"):
+        prepared(EXACT)
