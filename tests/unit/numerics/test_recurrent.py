@@ -94,7 +94,9 @@ def test_cuts_leave_no_trace(case: str, sizes: list[int]) -> None:
 @pytest.mark.skipif("tests.support.interpreted_kernels" not in sys.modules, reason="kernels of a GPU")
 @pytest.mark.parametrize("case", ["delta", "mamba"])
 def test_many_programs_have_the_bits_of_few(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of three sequences: the second goes on in a begun chunk, has none, and is of a new one."""
+    """Two steps of three sequences: the second goes on in a begun chunk, has none, and is of a new one.
+
+    `scan_four` takes 64 tokens at a time."""
     from rlloop.numerics.kernels.triton import scan
 
     work, tokens, weights, shape = CASES[case]
@@ -102,7 +104,7 @@ def test_many_programs_have_the_bits_of_few(case: str, monkeypatch: pytest.Monke
     for few in (scan.FEW_PROGRAMS, 0):
         monkeypatch.setattr(scan, "FEW_PROGRAMS", few)
         store = drawn(9, *shape)
-        for layout in steps([[21, 3, 0], [14, 0, 20]]):
+        for layout in steps([[85, 3, 0], [14, 0, 70]]):
             count = int(layout.query_start[-1])
             state = RecurrentState(store, torch.tensor([2, 0, 4]))
             made.append(work(layout, state, **{n: x[:count] for n, x in tokens.items()}, **weights))

@@ -9,9 +9,9 @@ that of all up to t,
     out = a q S + W u,  and after a whole chunk  S <- a[last] S + k^T (D[last] u)
 
 Row t of each reads rows up to t alone. `prepare` makes T, W, a and D[last] of all chunks at once; `scan_chunks` goes
-from chunk to chunk, or `scan_pairs` where programs are few. What a begun chunk's later tokens need is kept in the state
-(`scan_state`): keys, r, T, last rows of D and a. `decode` makes one row of each product from it: it reads S once, and
-writes it once in `CHUNK` tokens.
+from chunk to chunk, or, where programs are few, `scan_pairs`, and `scan_four` without the delta rule. What a begun
+chunk's later tokens need is kept in the state (`scan_state`): keys, r, T, last rows of D and a. `decode` makes one row
+of each product from it: it reads S once, and writes it once in `CHUNK` tokens.
 
 A row has the same bits from both. Products are of TF32 parts (`scan_products.split`), and each number of a product is a
 chain over ascending K for each kind of part, whatever tile it stands in; rows that are not there are zeros. All else is
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_decode import decode
+from rlloop.numerics.kernels.triton.scan_four import scan_four
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 from rlloop.numerics.kernels.triton.scan_pairs import scan_pairs
 
@@ -36,6 +37,7 @@ CHUNK = 16
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # up to so many programs: `scan_pairs`; measured on an H200
+FOUR_COLUMNS, FOUR_PIECE, FOUR_STAGES = 16, 32, 2  # `scan_four`; counted in its machine code, not measured
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -112,7 +114,15 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
-    if triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS:
+    few = triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS
+    if few and not corrects:
+        scan_four[(triton.cdiv(width, FOUR_COLUMNS), heads, sequences)](
+            q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
+            COLUMNS=FOUR_COLUMNS, STAGES=FOUR_STAGES, num_warps=FOUR_COLUMNS // 4, **_pieces(key_width, FOUR_PIECE),
+            **places, **shape,
+        )  # fmt: skip
+        return out
+    if few:
         scan_pairs[(triton.cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
             PIECES=triton.cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,

@@ -1,9 +1,10 @@
-"""`scan_chunks` where programs are few: the way through a chunk is then what takes time, and two warps share it.
+"""`scan_chunks` with the delta rule where programs are few: the way through a chunk is then what takes time, and two
+warps share it.
 
 A program has 16 columns of S, and each warp a part of them along K, which it alone writes to. S crosses through shared
-memory once a chunk, split, as the left operand of one product with k and q together (without the delta rule with q
-alone), of which each warp makes the columns of eight tokens. All other products are made by both, but for outputs,
-which each makes of its tokens. Numbers are those of `scan_chunks`: the same chains of the same instructions."""
+memory once a chunk, split, as the left operand of one product with k and q together, of which each warp makes the
+columns of eight tokens. All other products are made by both, but for outputs, which each makes of its tokens. Numbers
+are those of `scan_chunks`: the same chains of the same instructions."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rlloop.numerics.kernels.triton.scan_kernels import keep_begun, step_of
-from rlloop.numerics.kernels.triton.scan_products import plus, split, straight, summed, turned
+from rlloop.numerics.kernels.triton.scan_products import plus, split, straight, straight_tiles, summed, turned, written
 
 
 @triton.jit
@@ -27,19 +28,9 @@ def _both(x):
 
 
 @triton.jit
-def _straight(x, COLUMNS: tl.constexpr, BACK: tl.constexpr = False):
-    """As `straight`, of each warp's tile [16, COLUMNS]."""
-    if BACK:
-        x = x.reshape(2, 16, COLUMNS // 8, 2, 4)
-    else:
-        x = x.reshape(2, 16, COLUMNS // 8, 4, 2)
-    return x.permute(0, 1, 2, 4, 3).reshape(2, 16, COLUMNS)
-
-
-@triton.jit
 def _chunk(
     state, q, k, to, values, betas, given, first, old, end, KEY: tl.constexpr, STRIDE: tl.constexpr,
-    PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr,
+    PIECES: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """-> the state after it, outputs [2, V, 8], each warp's of its tokens, and r [2, V, 16]. Tokens are counted from
     `first`: those before `old` have keys, and r `given`; from `end` on there are none."""
@@ -51,13 +42,12 @@ def _chunk(
     weights = tl.load(to + SQUARE + mine[:, None, :] * CHUNK + n[None, :, None])
     since, since_mine = tl.load(to + 2 * SQUARE + n), tl.load(to + 2 * SQUARE + turned(mine))
     to_end_at = to + 2 * SQUARE + CHUNK
-    to_end = tl.where(whole, tl.load(to_end_at + (turned(n) if CORRECTS else n)), 0.0)
+    to_end = tl.where(whole, tl.load(to_end_at + turned(n)), 0.0)
     total = tl.where(whole, tl.load(to_end_at - 1), 1.0)
-    READS: tl.constexpr = 2 * CHUNK if CORRECTS else CHUNK
-    column = tl.arange(0, READS)  # tokens of k, then of q
-    token, asks = turned(column) & (CHUNK - 1), column >= READS - CHUNK
+    column = tl.arange(0, 2 * CHUNK)  # tokens of k, then of q
+    token, asks = turned(column) & (CHUNK - 1), column >= CHUNK
     there = (first + token < end) & ((first + token >= old) | ~asks)
-    zeros = tl.zeros((16, READS), tl.float32)
+    zeros = tl.zeros((16, 2 * CHUNK), tl.float32)
     sums = zeros, zeros, zeros
     for piece in tl.static_range(PIECES):
         number = piece * SPAN + tl.arange(0, SPAN)
@@ -66,31 +56,22 @@ def _chunk(
         to_high, to_low = split(tl.load(at, there[None, :] & of_key, 0.0))
         high, low = split(state[piece].permute(1, 0, 2).reshape(16, SPAN))
         sums = plus(sums, high, low, to_high, to_low)
-    if CORRECTS:
-        read, asked = summed(sums).reshape(16, 2, 2, 8).permute(2, 0, 3, 1).split()
-        read = straight(read.permute(1, 0, 2).reshape(16, CHUNK), 16, CHUNK)
-        r = _both((values - since[None, :] * read) * betas[None, :])
-        r = tl.where(is_old[None, :, :], _both(given), r)
-        high, low = split(r)
-        to_high, to_low = split(tl.load(to + n[None, :] * CHUNK + n[:, None]))
-        u = summed(plus(_nothing(CHUNK), high, low, _both(to_high), _both(to_low)))
-        ended, u = _straight(u * to_end[None, None, :], CHUNK), _straight(u, CHUNK)
-    else:
-        asked = summed(sums).reshape(16, 2, 8).permute(1, 0, 2)
-        r = _both(tl.where(is_old, given, values * betas[None, :]))
-        ended, u = r * to_end[None, None, :], r
+    read, asked = summed(sums).reshape(16, 2, 2, 8).permute(2, 0, 3, 1).split()
+    read = straight(read.permute(1, 0, 2).reshape(16, CHUNK), 16, CHUNK)
+    r = _both((values - since[None, :] * read) * betas[None, :])
+    r = tl.where(is_old[None, :, :], _both(given), r)
+    high, low = split(r)
+    to_high, to_low = split(tl.load(to + n[None, :] * CHUNK + n[:, None]))
+    u = summed(plus(_nothing(CHUNK), high, low, _both(to_high), _both(to_low)))
+    ended, u = straight_tiles(u * to_end[None, None, :], 2, CHUNK), straight_tiles(u, 2, CHUNK)
     high, low = split(ended)
     after = ()
     for piece in tl.static_range(PIECES):
         number = piece * SPAN + warp[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
         inside = (first + n < end)[None, :, None] & ((number < KEY) | (KEY % SPAN == 0))[:, None, :]
         keys = tl.load(k + n[None, :, None] * STRIDE + number[:, None, :], inside, 0.0)
-        to_high, to_low = split(_straight(keys, PIECE, True))
-        # One chain, as in `written`.
-        added = tl.dot(low, to_high, input_precision="tf32", max_num_imprecise_acc=16)
-        added = tl.dot(high, to_low, added, input_precision="tf32", max_num_imprecise_acc=16)
-        added = tl.dot(high, to_high, added, input_precision="tf32", max_num_imprecise_acc=16)
-        after = after + (state[piece] * total + _straight(added, PIECE),)  # noqa: RUF005
+        added = straight_tiles(written(high, low, straight_tiles(keys, 2, PIECE, True)), 2, PIECE)
+        after = after + (state[piece] * total + added,)  # noqa: RUF005
     high, low = split(u)
     to_high, to_low = split(weights)
     output = since_mine[:, None, :] * asked
@@ -107,6 +88,7 @@ def scan_pairs(
 ):  # fmt: skip
     """A program has 16 columns of a head's state, and a sequence's chunks in turn; a warp of it `PIECE` numbers of each
     piece along K."""
+    tl.static_assert(CORRECTS)
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
     SPAN: tl.constexpr = 2 * PIECE
@@ -140,7 +122,7 @@ def scan_pairs(
         values = tl.load(v + n[None, :] * (HEADS * WIDTH) + j[:, None], there[None, :] & of_value, 0.0)
         betas = tl.load(beta + n * HEADS, there, 0.0)
         state, output, r = _chunk(
-            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE, CHUNK, CORRECTS,
+            state, q, keys, to, values, betas, given, chunk, old, end, KEY, STRIDE, PIECES, PIECE, CHUNK,
         )  # fmt: skip
         out_at = out + mine_of[:, None, :] * (HEADS * WIDTH) + j[None, :, None]
         tl.store(out_at, output, there_mine[:, None, :] & of_value[None, :, :])

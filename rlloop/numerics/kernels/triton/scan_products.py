@@ -1,7 +1,7 @@
 """Products of the kernels of `scan`, of TF32 parts, and the tiles of them. A state is stored transposed, [V, K], and so
 are tiles of values, [V, 16]: a warp then has 16 columns of S alone, and no other warp's numbers stand between two
-chunks, but in `scan_pairs`. Along K, tiles come in pieces of `PIECE` numbers, so that registers hold the parts of few
-of them at a time.
+chunks, but in `scan_pairs` and `scan_four`. Along K, tiles come in pieces of `PIECE` numbers, so that registers hold
+the parts of few of them at a time.
 
 Equal bits need the same instructions in all kernels: `mma.sync` of 16 x 8 x 8, whose K slots have the same numbers. So
 no product has 64 rows or more but in blocks of 16 rows each, and nothing that is multiplied comes from `tl.join`
@@ -37,6 +37,16 @@ def straight(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr = 
     else:
         x = x.reshape(ROWS, COLUMNS // 8, 4, 2)
     return x.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def straight_tiles(x, TILES: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr = False):
+    """As `straight`, of tiles [TILES, 16, COLUMNS], one for each warp."""
+    if BACK:
+        x = x.reshape(TILES, 16, COLUMNS // 8, 2, 4)
+    else:
+        x = x.reshape(TILES, 16, COLUMNS // 8, 4, 2)
+    return x.permute(0, 1, 2, 4, 3).reshape(TILES, 16, COLUMNS)
 
 
 @triton.jit
