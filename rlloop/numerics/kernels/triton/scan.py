@@ -38,6 +38,7 @@ PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # up to so many programs: `scan_pairs`; measured on an H200
 FOUR_COLUMNS, FOUR_PIECE, FOUR_STAGES = 16, 32, 2  # `scan_four`; counted in its machine code, not measured
+FOUR_KEY = 256  # shared memory has no room for longer keys
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
 DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
 DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
@@ -115,14 +116,14 @@ def scan(
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
     few = triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS
-    if few and not corrects:
+    if few and not corrects and key_width <= FOUR_KEY:
         scan_four[(triton.cdiv(width, FOUR_COLUMNS), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
             COLUMNS=FOUR_COLUMNS, STAGES=FOUR_STAGES, num_warps=FOUR_COLUMNS // 4, **_pieces(key_width, FOUR_PIECE),
             **places, **shape,
         )  # fmt: skip
         return out
-    if few:
+    if few and corrects:
         scan_pairs[(triton.cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
             PIECES=triton.cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,
