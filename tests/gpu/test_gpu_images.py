@@ -132,7 +132,7 @@ def test_both_kernels_of_attention_agree_and_read_no_other_image(heads, width, l
     """The first image's numbers are not numbers; of a head narrower than a tile the next head's are read, too."""
     from rlloop.numerics.kernels.triton import attention, launch, prefill
 
-    monkeypatch.setattr(prefill, "FULL", True)
+    monkeypatch.setattr(prefill, "TOWER_ROWS", 0)
     tokens = sum(lengths)
     q, k = (drawn(tokens, heads, width, dtype=dtype, seed=seed) for seed in range(2))
     v = drawn(tokens, 3, heads, width, dtype=dtype, seed=2)[:, 2]  # a part of wider rows

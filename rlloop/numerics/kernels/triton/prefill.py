@@ -45,7 +45,7 @@ WIDTHS = (64, 128)
 LEAST_PAGE = 8  # rows: the accelerator's swizzle repeats itself after so many
 REGISTERS = gl.constexpr(224)  # of a thread that multiplies
 REGISTERS_EACH = 168  # when the program starts
-FULL = False  # takes attention of towers: compiled, and not run on a GPU yet (tests/gpu/test_gpu_images.py turns it on)
+TOWER_ROWS = 1 << 16  # queries times heads, from which on towers' attention is faster here; measured on an H200
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size: int, causal: bool = True) -> bool:
@@ -53,7 +53,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor, v_step: int, blocks: int, block_size:
     pages, width = blocks == 1 or (block_size >= LEAST_PAGE and block_size & (block_size - 1) == 0), q.shape[2]
     narrower = not causal and width % 8 == 0 and WIDTHS[0] < width < WIDTHS[1]
     widths = width == k.shape[2] == v.shape[2] and (width in WIDTHS or narrower)
-    return (causal or FULL) and q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
+    many = causal or len(q) * q.shape[1] >= TOWER_ROWS
+    return many and q.element_size() == 2 and widths and v_step % ALIGNMENT == 0 and pages
 
 
 @gluon.jit
