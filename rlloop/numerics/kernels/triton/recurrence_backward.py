@@ -13,10 +13,10 @@ and, with S' now standing for the gradient of the state that the chunk ends with
     of v = beta R;  of q = a g S^T + (D of P) k
     of k = D[last] N S'^T - beta a R S^T + (D of P)^T q + (B + B^T) k,  B = beta D of A
 
-Seven launches, six without the delta rule: `prepare` and `invert`, of all chunks at once, what needs no state;
-`begin_states` and `end_states`, chunk after chunk, S and then S'; `of_values` and `of_keys`, of all chunks at once, the
-gradients; `of_gates` ends those of decays and beta. Every number is added up by one program in a fixed order. A long
-batch takes its heads in parts.
+Eight launches, seven without the delta rule: `prepare` and `invert`, of all chunks at once, what needs no state;
+`begin_states` and `end_states`, chunk after chunk, S and then S'; `of_values`, `of_queries` and `of_keys`, of all
+chunks at once, the gradients; `of_gates` ends those of decays and beta. Every number is added up by one program in a
+fixed order. A long batch takes its heads in parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.launch import aligned, hopper, power_of_two
-from rlloop.numerics.kernels.triton.scan_backward_gradients import of_gates, of_keys, of_values
+from rlloop.numerics.kernels.triton.scan_backward_gradients import of_gates, of_keys, of_queries, of_values
 from rlloop.numerics.kernels.triton.scan_backward_states import begin_states, end_states, invert, prepare
 
 CHUNK = 64
@@ -47,10 +47,11 @@ class Tiles(NamedTuple):
 
 TILES = {  # 0: the kernel has no such choice
     prepare: Tiles(64, 0, 4, 0),
-    invert: Tiles(0, 64, 4, 0),
+    invert: Tiles(0, 128, 4, 0),
     begin_states: Tiles(0, 32, 4, 3),
     end_states: Tiles(0, 32, 4, 2),
     of_values: Tiles(0, 32, 4, 2),
+    of_queries: Tiles(64, 32, 4, 3),
     of_keys: Tiles(64, 32, 4, 2),
     of_gates: Tiles(0, 0, 4, 0),
 }
@@ -101,7 +102,7 @@ def _some_heads(
         tiles = TILES[kernel]
         every = {
             **rows, "KEY": key_width, "WIDTH": width, "CHUNK": CHUNK, "KEYS": keys, "VALUES": values,
-            "PIECE": tiles.keys, "COLUMNS": tiles.values, "CORRECTS": corrects,
+            "PIECE": tiles.keys, "COLUMNS": min(tiles.values, values), "CORRECTS": corrects,
             "STAGES": tiles.stages if roomy else 1, "HAS_BEGUN": begun is not None, "HAS_SLOPES": of_states is not None,
         }  # fmt: skip
         return {name: every[name] for name in kernel.arg_names if name in every} | {"num_warps": tiles.warps}
@@ -134,9 +135,13 @@ def _some_heads(
     )  # fmt: skip
     pieces = keys // TILES[of_keys].keys
     sums = torch.empty(pieces, slots, heads, 4, CHUNK, device=q.device)
+    of_queries[(pieces, groups, slots)](
+        grad, query_start, query_parts, key_parts, logs, states, of_pairs, by_q, sums, sequences, heads, slots,
+        **options(of_queries),
+    )  # fmt: skip
     of_keys[(pieces, groups, slots)](
-        v, beta, grad, query_start, query_parts, key_parts, logs, written, solved, states, of_ends, of_pairs, by_q,
-        by_k, sums, sequences, heads, slots, **options(of_keys),
+        v, beta, query_start, query_parts, key_parts, logs, written, solved, states, of_ends, of_pairs, by_k, sums,
+        sequences, heads, slots, **options(of_keys),
     )  # fmt: skip
     of_gates[(heads, slots)](
         beta, query_start, logs, sums, by_decay, by_beta, sequences, heads, slots, PARTS=pieces, **options(of_gates)

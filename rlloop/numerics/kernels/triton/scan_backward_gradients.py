@@ -86,14 +86,13 @@ def of_values(
 
 
 @triton.jit(do_not_specialize=["sequences", "heads", "slots"])
-def of_keys(
-    v, beta, grad, query_start, queries, keys, logs, written, solved, states, of_ends, of_pairs, by_q, by_k, sums,
-    sequences, heads, slots, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr,
-    CORRECTS: tl.constexpr, STAGES: tl.constexpr,
+def of_queries(
+    grad, query_start, queries, keys, logs, states, of_pairs, by_q, sums, sequences, heads, slots,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, a group and some numbers of its keys: gradients of keys and queries, heads in turn. What those
-    numbers have of the gradients of decays and beta goes to `sums` [KEYS / PIECE, slots, heads, 4, CHUNK]."""
+    """Of a chunk, a group and some numbers of its queries: gradients of queries, heads in turn. What those numbers have
+    of the gradients of decays goes to `sums` [KEYS / PIECE, slots, heads, 4, CHUNK]."""
     SHARE: tl.constexpr = HEADS // GROUPS
     SQUARE: tl.constexpr = CHUNK * CHUNK
     part, group, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -101,58 +100,89 @@ def of_keys(
     if count > 0:
         n, i, j = tl.arange(0, CHUNK), part * PIECE + tl.arange(0, PIECE), tl.arange(0, COLUMNS)
         row, column, there = n[:, None], n[None, :], n < count
-        square = row * CHUNK + column
         key_at = (slot.to(tl.int64) * (heads // SHARE) + group) * (2 * CHUNK * KEYS) + row * KEYS + i[None, :]
         for_q = tl.zeros((CHUNK, PIECE), tl.float32)
-        for_k = for_q
+        for member in range(SHARE):
+            head = group * SHARE + member
+            place = slot.to(tl.int64) * heads + head
+            asked = tl.zeros((CHUNK, PIECE), tl.float32)
+            for piece in tl.range(0, VALUES, COLUMNS, num_stages=STAGES):
+                state_at = states + place * (2 * KEYS * VALUES) + i[:, None] * VALUES + piece + j[None, :]
+                state, state_low = tl.load(state_at), tl.load(state_at + KEYS * VALUES)
+                grad_at = (first * HEADS + head) * WIDTH + row * (HEADS * WIDTH) + piece + j[None, :]
+                slope, slope_low = _split(tl.load(grad + grad_at, there[:, None] & (piece + j < WIDTH)[None, :], 0.0))
+                asked = _plus(asked, slope, slope_low, state.T, state_low.T)
+            query, query_low = tl.load(queries + key_at), tl.load(queries + key_at + CHUNK * KEYS)
+            to = sums + ((part * slots + slot).to(tl.int64) * heads + head) * (4 * CHUNK) + n
+            tl.store(to, tl.sum(_whole(query, query_low) * asked, 1))
+            for_q += _two_to(tl.load(logs + place * CHUNK + n))[:, None] * asked
+            pair_at = of_pairs + place * (4 * SQUARE) + row * CHUNK + column
+            of_weights, of_weights_low = tl.load(pair_at), tl.load(pair_at + SQUARE)
+            key, key_low = tl.load(keys + key_at), tl.load(keys + key_at + CHUNK * KEYS)
+            for_q = _plus(for_q, of_weights, of_weights_low, key, key_low)
+        to = (first * GROUPS + group) * KEY + row * (GROUPS * KEY) + i[None, :]
+        tl.store(by_q + to, for_q, there[:, None] & (i < KEY)[None, :])
+
+
+@triton.jit(do_not_specialize=["sequences", "heads", "slots"])
+def of_keys(
+    v, beta, query_start, queries, keys, logs, written, solved, states, of_ends, of_pairs, by_k, sums,
+    sequences, heads, slots, GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PIECE: tl.constexpr, COLUMNS: tl.constexpr,
+    CORRECTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `of_queries`, of keys: `sums` has what is left of the gradients of decays, and with the delta rule of beta."""
+    SHARE: tl.constexpr = HEADS // GROUPS
+    SQUARE: tl.constexpr = CHUNK * CHUNK
+    part, group, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = _place(slot, query_start, sequences, CHUNK)
+    if count > 0:
+        n, i, j = tl.arange(0, CHUNK), part * PIECE + tl.arange(0, PIECE), tl.arange(0, COLUMNS)
+        row, column, there = n[:, None], n[None, :], n < count
+        key_at = (slot.to(tl.int64) * (heads // SHARE) + group) * (2 * CHUNK * KEYS) + row * KEYS + i[None, :]
+        for_k = tl.zeros((CHUNK, PIECE), tl.float32)
         for member in range(SHARE):
             head = group * SHARE + member
             place = slot.to(tl.int64) * heads + head
             betas = tl.load(beta + (first + n) * HEADS + head, there, 0.0)
-            asked = tl.zeros((CHUNK, PIECE), tl.float32)
-            ended = asked
-            read = asked
+            ended = tl.zeros((CHUNK, PIECE), tl.float32)
+            read = ended
             both = tl.zeros((PIECE, COLUMNS), tl.float32)
-            value_at = (first * HEADS + head) * WIDTH + row * (HEADS * WIDTH) + j[None, :]
             for piece in tl.range(0, VALUES, COLUMNS, num_stages=STAGES):
-                mask = there[:, None] & (piece + j < WIDTH)[None, :]
                 at = place * (2 * CHUNK * VALUES) + row * VALUES + piece + j[None, :]
                 state_at = place * (2 * KEYS * VALUES) + i[:, None] * VALUES + piece + j[None, :]
                 state, state_low = tl.load(states + state_at), tl.load(states + state_at + KEYS * VALUES)
                 end, end_low = tl.load(of_ends + state_at), tl.load(of_ends + state_at + KEYS * VALUES)
                 both += _whole(state, state_low) * _whole(end, end_low)
-                slope, slope_low = _split(tl.load(grad + value_at + piece, mask, 0.0))
-                asked = _plus(asked, slope, slope_low, state.T, state_low.T)
                 if CORRECTS:
                     new, new_low = tl.load(written + at), tl.load(written + at + CHUNK * VALUES)
                     given, given_low = tl.load(solved + at), tl.load(solved + at + CHUNK * VALUES)
                     read = _plus(read, given, given_low, state.T, state_low.T)
                 else:
-                    new, new_low = _split(tl.load(v + value_at + piece, mask, 0.0) * betas[:, None])
+                    value_at = (first * HEADS + head) * WIDTH + row * (HEADS * WIDTH) + piece + j[None, :]
+                    mask = there[:, None] & (piece + j < WIDTH)[None, :]
+                    new, new_low = _split(tl.load(v + value_at, mask, 0.0) * betas[:, None])
                 ended = _plus(ended, new, new_low, end.T, end_low.T)
             log, last = tl.load(logs + place * CHUNK + n), tl.load(logs + place * CHUNK + CHUNK - 1)
-            since, to_end = _two_to(log), _two_to(last - log)
-            query, query_low = tl.load(queries + key_at), tl.load(queries + key_at + CHUNK * KEYS)
-            key, key_low = tl.load(keys + key_at), tl.load(keys + key_at + CHUNK * KEYS)
+            wide = _whole(tl.load(keys + key_at), tl.load(keys + key_at + CHUNK * KEYS))
             to = sums + ((part * slots + slot).to(tl.int64) * heads + head) * (4 * CHUNK) + n
-            tl.store(to, tl.sum(_whole(query, query_low) * asked, 1))
-            wide = _whole(key, key_low)
             tl.store(to + CHUNK, tl.sum(wide * ended, 1))
             tl.store(to + 3 * CHUNK, tl.where(n == 0, tl.sum(both), 0.0))
-            for_q += since[:, None] * asked
-            for_k += to_end[:, None] * ended
-            pair_at = of_pairs + place * (4 * SQUARE) + square
-            of_weights, of_weights_low = tl.load(pair_at), tl.load(pair_at + SQUARE)
-            for_q = _plus(for_q, of_weights, of_weights_low, key, key_low)
-            for_k = _plus(for_k, of_weights.T, of_weights_low.T, query, query_low)
+            for_k += _two_to(last - log)[:, None] * ended
             if CORRECTS:
                 tl.store(to + 2 * CHUNK, tl.sum(wide * read, 1))
-                for_k -= (since * betas)[:, None] * read
+                for_k -= (_two_to(log) * betas)[:, None] * read
+            pair_at = of_pairs + place * (4 * SQUARE) + row * CHUNK + column
+            of_weights, of_weights_low = tl.load(pair_at), tl.load(pair_at + SQUARE)
+            query, query_low = tl.load(queries + key_at), tl.load(queries + key_at + CHUNK * KEYS)
+            for_k = _plus(for_k, of_weights.T, of_weights_low.T, query, query_low)
+            if CORRECTS:
+                # Read again: there are too few registers to keep them.
+                key, key_low = tl.load(keys + key_at), tl.load(keys + key_at + CHUNK * KEYS)
                 of_alike, of_alike_low = tl.load(pair_at + 2 * SQUARE), tl.load(pair_at + 3 * SQUARE)
                 for_k = _plus(for_k, of_alike, of_alike_low, key, key_low)
                 for_k = _plus(for_k, of_alike.T, of_alike_low.T, key, key_low)
         to = (first * GROUPS + group) * KEY + row * (GROUPS * KEY) + i[None, :]
-        tl.store(by_q + to, for_q, there[:, None] & (i < KEY)[None, :])
         tl.store(by_k + to, for_k, there[:, None] & (i < KEY)[None, :])
 
 
