@@ -9,10 +9,11 @@ import torch
 
 from rlloop.cli.machine_check import Line
 from rlloop.config.trainer import MASTERS_STAY
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import read_config
 from rlloop.models.placement import check_placement
+from rlloop.models.weight_reader import packed_parameters
 from rlloop.parallel.layout import Layout, beside, keys_of
 from rlloop.training.memory import DTYPES, GIB, MICRO_BATCHES, PCIE, UPDATES, layout_keys, layouts, predict, preference
 
@@ -31,12 +32,14 @@ def examine_model(
     `freeze_tower`: `trainer.freeze_vision_tower`. `image_tokens`: of `tokens`, those of pictures; None: all, where the
     model sees. `critic`: `algorithm.critic`, which rules out `pp`. `rollout`: degrees of `rollout.layout`, such as
     tp=2, for all of the layouts; None: the engine reads the trainer's weights. `micro_batches`: at most so many of an
-    update. Raises `ConfigError` where it has none, cannot offload, has no tower or cannot have `rollout`, `ModelError`
-    for a folder without a known config.json.
+    update. Raises `ConfigError` where it has none, cannot offload, has no tower, cannot have `rollout` or would train
+    packed weights, `ModelError` for a folder without a known config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
     config = read_config(folder)
+    if config.quantization is not None and not lora:
+        raise ConfigError(f"{folder} has packed weights, which are frozen; add --lora RANK, an adapter over them")
     for option, given in (("freeze-vision-tower", freeze_tower), ("image-tokens", image_tokens is not None)):
         if given and config.vision is None:
             raise ConfigError(f"--{option}: {config.architecture} has no vision tower; leave it out")
@@ -44,12 +47,18 @@ def examine_model(
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
     memory = memory or torch.cuda.get_device_properties(0).total_memory / GIB
+    try:
+        packed = packed_parameters(config, folder)
+    except ModelError as error:
+        packed = {}
+        yield Line(None, "packed weights", f"counted as if they were plain, since it is unknown which are: {error}")
     every = (each for each in layouts(config, gpus, splits_sequences=True) if each.pp == 1 or not critic)
     needs = [
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
             offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
             image_tokens=image_tokens, critic=critic, engine=engine, micro_batches=micro_batches,
+            packed=packed,
         )
         for layout in every
     ]  # fmt: skip

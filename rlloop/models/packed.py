@@ -34,7 +34,7 @@ class PackedReader:
     """The packed weights of a folder. `shapes`: of all weights, by the name of the plain one."""
 
     def __init__(self, scheme: Scheme, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._scheme, self._stored = scheme, stored
+        self.scheme, self._stored = scheme, stored
         tensors = stored.tensors
         self.names = {
             name: scheme.parts(name)
@@ -72,7 +72,7 @@ class PackedReader:
 
     def _check(self, name: str, where: str) -> None:
         """Raises `ModelError` for parts of other shapes or types than a weight of this shape has."""
-        packing, shape = self._scheme.packing, self._shapes[name]
+        packing, shape = self.scheme.packing, self._shapes[name]
         *groups, rows, width = (*shape[:-2], *shape[:-3:-1]) if packing is MXFP4 else shape
         blocks = -(-width // packing.group)
         codes = (*groups, rows, width / packing.each)  # a fraction fits no stored shape
@@ -98,7 +98,7 @@ class PackedReader:
                 raise ModelError(f"{where}: {stored} is {tensor.dtype} {list(tensor.shape)}; it must be one number")
 
     def _made(self, name: str, components: Mapping[str, Tensor], where: str) -> PackedWeight:
-        packing, codes, scales = self._scheme.packing, components["codes"], components["scales"]
+        packing, codes, scales = self.scheme.packing, components["codes"], components["scales"]
         if packing is MXFP4:
             codes = codes.flatten(-2)
         rows = codes.shape[-2]
@@ -121,7 +121,7 @@ class PackedReader:
             whole = components["of_tensor"].float().reshape(())
             if not whole.isfinite():
                 raise ModelError(f"{where}: the scale of the whole {name} is {whole.item()}; it must be finite")
-            of_tensor = (1 / whole if self._scheme.divides else whole).expand(rows, 1).contiguous()
+            of_tensor = (1 / whole if self.scheme.divides else whole).expand(rows, 1).contiguous()
         return PackedWeight(codes, scales, packing, tensor_scale=of_tensor, transposed=packing is MXFP4)
 
 

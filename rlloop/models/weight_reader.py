@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
 from rlloop.models.stored_parameter import StoredParameter
 from rlloop.models.transformer import Model
-from rlloop.numerics.packed import PackedWeight
+from rlloop.numerics.packed import PackedWeight, Packing
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.progress import tick
 
@@ -48,24 +48,13 @@ def read_weights(
         entries = ParameterStore(Model(config, None, context)).entries
     stored, shapes = StoredWeights.open(folder), shapes_of(config)
     left_out = tensors_left_out(config, stored)
-    checkpoint_shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
-    scheme = None if config.quantization is None else read_scheme(config.quantization)
-    packed = None if scheme is None else PackedReader(scheme, stored, shapes_in_any_form(shapes, config.architecture))
-    if packed is not None:
-        checkpoint_shapes = packed.found(checkpoint_shapes)
-        tower = stored_name(TOWER, config.architecture)
-        if of_tower := sorted(name for name in packed.names if name.startswith(tower)):
-            raise ModelError(
-                f"{folder}: weights of the vision tower are packed, which is not supported: {some(of_tower)}; store "
-                "them in bfloat16"
-            )
-    form = form_of(checkpoint_shapes, shapes, config.architecture)
+    packed, checkpoint_shapes, form = _found(config, stored, shapes, left_out)
     expected = stored_shapes(shapes, config.architecture, form)
     if (others := {name: part for name, part in left_out.items() if part}) and dtype is not None:
         parts = " and ".join(dict.fromkeys(others.values()))
         log.warning("%s: %s are left out: %s", folder, parts, some(sorted(others)))
-    if scheme is not None and scheme.left_out and dtype is not None:
-        log.warning("%s: %s are left out: they stay in the compute type", folder, " and ".join(scheme.left_out))
+    if packed is not None and packed.scheme.left_out and dtype is not None:
+        log.warning("%s: %s are left out: they stay in the compute type", folder, " and ".join(packed.scheme.left_out))
     check_shapes(config, checkpoint_shapes, expected, str(folder))
     plain = checkpoint_shapes.keys() - (packed.names if packed is not None else {})
     for name in plain:
@@ -116,6 +105,37 @@ def read_weights(
             "set tie_word_embeddings to false, or store one"
         )
     return state
+
+
+def packed_parameters(config: ModelConfig, folder: Path) -> dict[str, Packing]:
+    """The parameters that stay packed when `folder` is loaded, and how, by name; only the files' headers are read.
+
+    Raises `ModelError` where these are missing, since config.json does not say which are packed."""
+    if config.quantization is None:
+        return {}
+    stored, shapes = StoredWeights.open(folder), shapes_of(config)
+    packed, _, form = _found(config, stored, shapes, tensors_left_out(config, stored))
+    slices = stored_slices(shapes, config.architecture, form)
+    return {rows.parameter: packed.scheme.packing for name, rows, _ in slices if packed and name in packed.names}
+
+
+def _found(
+    config: ModelConfig, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]], left_out: Container[str]
+) -> tuple[PackedReader | None, dict[str, tuple[int, ...]], str | None]:
+    """The reader of packed weights, names and shapes of all weights as plain ones, and the form of experts."""
+    found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
+    packed = None
+    if config.quantization is not None:
+        in_any_form = shapes_in_any_form(shapes, config.architecture)
+        packed = PackedReader(read_scheme(config.quantization), stored, in_any_form)
+        found = packed.found(found)
+        tower = stored_name(TOWER, config.architecture)
+        if of_tower := sorted(name for name in packed.names if name.startswith(tower)):
+            raise ModelError(
+                f"{stored.folder}: weights of the vision tower are packed, which is not supported: {some(of_tower)}; "
+                "store them in bfloat16"
+            )
+    return packed, found, form_of(found, shapes, config.architecture)
 
 
 def _holds(entries: Mapping[str, StoredParameter], rows: StoredSlice) -> bool:

@@ -7,6 +7,7 @@ on the fly (`rlloop.numerics.kernels`), in the backward as well. The weights are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,12 @@ class Packing:
     codes: torch.dtype
     scales: torch.dtype
     integer: bool = False  # codes are 0 to 15 for −8 to 7; else 4-bit or 8-bit floats
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a `PackedWeight` of this shape holds, as checkpoints are loaded."""
+        *groups, rows, width = (*shape[:-2], *shape[:-3:-1]) if self is MXFP4 else shape  # it is transposed
+        of_row = width // self.each * self.codes.itemsize + -(-width // self.group) * self.scales.itemsize
+        return math.prod(groups) * rows * (of_row + (torch.float32.itemsize if self is NVFP4 else 0))
 
 
 INT4 = Packing("int4 in groups of 32 (compressed-tensors pack-quantized)", 8, 32, torch.int32, torch.bfloat16, True)

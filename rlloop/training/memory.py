@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rlloop.config.layout import World
 from rlloop.errors import ConfigError
@@ -24,6 +25,8 @@ from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.experts import Experts
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
+from rlloop.models.weight_reader import type_in_memory
+from rlloop.numerics.packed import Packing
 from rlloop.parallel.collectives import Ranks
 from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
@@ -101,7 +104,7 @@ def predict(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, offload: str = "none", *,
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
     sleeps: bool = False, freeze_tower: bool = False, image_tokens: int | None = None, critic: bool = False,
-    engine: Layout | None = None, micro_batches: int = MICRO_BATCHES,
+    engine: Layout | None = None, micro_batches: int = MICRO_BATCHES, packed: Mapping[str, Packing] | None = None,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
@@ -112,7 +115,8 @@ def predict(
     `lora`: the rank of an adapter of all projections that trains over frozen weights; 0: all weights train. Without
     `trains` the model is only scored and sampled. `critic`: `algorithm.critic` as well, which has and trains weights of
     its own, in turn with the policy. `engine`: `rollout.layout`, which fills the trainer's ranks once or several times;
-    None: one that reads the trainer's weights. `micro_batches`: at most so many of an update.
+    None: one that reads the trainer's weights. `micro_batches`: at most so many of an update. `packed`: weights that
+    are loaded packed (`weight_reader.packed_parameters`), which do not train.
     """
     # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
     mixed = config.blocks is not None or config.delta is not None
@@ -124,7 +128,7 @@ def predict(
         (
             _parts(
                 config, layout, rank, dtype, tokens, lora, trains, keep_attention, offload_activations, freeze_tower,
-                tokens if image_tokens is None else image_tokens, critic, engine, micro_batches,
+                tokens if image_tokens is None else image_tokens, critic, engine, micro_batches, packed or {},
             )
             for rank in ranks
         ),
@@ -147,18 +151,22 @@ def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
     keep_attention: bool, offload_activations: bool, freeze_tower: bool, image_tokens: int, critic: bool,
-    engine: Layout | None, micro_batches: int,
+    engine: Layout | None, micro_batches: int, packed: Mapping[str, Packing],
 ) -> dict[str, int]:  # fmt: skip
     model, wide = _model(config, layout, rank), torch.float32.itemsize
     sampled = model if engine is None else _model(config, engine, rank % engine.world_size)
-    held = owned = 0
+    held = owned = unpacked = 0
     for name, entry in ParameterStore(model).entries.items():
         module = model.get_submodule(name.rpartition(".")[0])
         owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
-        held += entry.live.numel()
-        if not (freeze_tower and name.startswith(TOWER)):
+        held += _nbytes(name, entry.live, dtype, packed)
+        if name in packed:
+            unpacked = max(unpacked, entry.live.numel() * dtype.itemsize)
+        elif not (freeze_tower and name.startswith(TOWER)):
             owned += _most(entry.live.shape, owners)
-    frozen, every = {"compute copy": held * dtype.itemsize}, owned
+    frozen, every = {"compute copy": held}, owned
+    if packed:  # products of many rows, and all of a backward, make a whole weight plain for a moment
+        frozen["unpacked"] = unpacked
     if lora:
         adapted = owned = 0
         for shape, of_experts in _factors(model, lora):
@@ -184,12 +192,12 @@ def _parts(
         ),
     }  # fmt: skip
     if critic:
-        trained["critic"] = held * dtype.itemsize + every * masters
+        trained["critic"] = held + every * masters
         # Its head reads all last hidden states in float32, and their gradient is.
         trained["values"] = tokens * config.hidden_size * 2 * wide
     return {
         **frozen,
-        **({} if engine is None else {"engine": _engine_weights(sampled, model, lora) * dtype.itemsize}),
+        **({} if engine is None else {"engine": _engine_weights(sampled, model, lora, dtype, packed)}),
         **(trained if trains else {}),
         "cache": positions * cached,
         **({} if recurrence is None else {"states": _states(recurrence, sampled)}),
@@ -207,8 +215,17 @@ def _factors(model: Model, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
                 yield (first if division is None else division.size, *others), target.experts is not None
 
 
-def _engine_weights(sampled: Model, trained: Model, lora: int) -> int:
-    """Numbers of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
+def _nbytes(name: str, live: Tensor, dtype: torch.dtype, packed: Mapping[str, Packing]) -> int:
+    """Bytes of a rank's part of a weight."""
+    if name in packed:
+        return packed[name].nbytes(tuple(live.shape))
+    return live.numel() * (type_in_memory(name, dtype) or dtype).itemsize
+
+
+def _engine_weights(
+    sampled: Model, trained: Model, lora: int, dtype: torch.dtype, packed: Mapping[str, Packing]
+) -> int:
+    """Bytes of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
     others."""
     engine, trainer = sampled.context.layout, trained.context.layout
     agree = World.of(trainer, engine).stages_agree
@@ -216,11 +233,12 @@ def _engine_weights(sampled: Model, trained: Model, lora: int) -> int:
         return 0
     trainer_entries = ParameterStore(trained).entries if agree else {}
     own = (
-        entry.live.numel()
+        _nbytes(name, entry.live, dtype, packed)
         for name, entry in ParameterStore(sampled).entries.items()
         if not (name in trainer_entries and entry.is_contiguous and trainer_entries[name].division is None)
     )
-    return sum(own) + (sum(math.prod(shape) for shape, _ in _factors(sampled, lora)) if lora else 0)
+    factors = sum(math.prod(shape) for shape, _ in _factors(sampled, lora)) if lora else 0
+    return sum(own) + factors * dtype.itemsize
 
 
 def _most(shape: tuple[int, ...], owners: int) -> int:
