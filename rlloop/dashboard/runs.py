@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -86,7 +86,7 @@ class Tail:
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     self.complain(f"is damaged and left out: {error}")
                     continue
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                if _has_step(record):
                     yield self._line, offset, record
                 else:
                     self.complain("is left out: it has no step")
@@ -177,7 +177,8 @@ class Run:
             if self._parity.rewound():
                 self._certificate = []
             for _, _, line in self._parity.new():
-                if all(key in line for key in CERTIFIED):
+                counts = (number_of(line.get(key)) for key in ("tokens", "tokens_different"))
+                if all(key in line for key in CERTIFIED) and None not in counts:
                     self._certificate.append(line)
                 else:
                     self._parity.complain("is not a line of a certificate")
@@ -257,6 +258,7 @@ class Run:
             "problems": list(dict.fromkeys([*([problem] if problem else []), *self.problems])),
         }
 
+    @np.errstate(over="ignore", invalid="ignore")  # of odd values
     def totals(self) -> dict[str, Any]:
         """Sums, means and courses of metrics over all steps so far."""
         with self.metrics() as metrics:
@@ -275,8 +277,8 @@ class Run:
         both = np.isfinite(tokens) & np.isfinite(share)
         k3 = series("parity/k3")
         return {
-            "tokens": int(tokens[both].sum()),
-            "different": round(float((tokens * share)[both].sum())),
+            "tokens": _sum(tokens[both]),
+            "different": _sum(tokens[both] * share[both]),
             "k3_max": float(np.abs(k3).max()) if len(k3) else None,
             "k3_mean": float(k3.mean()) if len(k3) else None,
             "pass": course("eval/solved"),
@@ -290,8 +292,8 @@ class Run:
             "discarded": _mean(series("loss/tokens_discarded")),
             "seconds": float(series("time/step").sum()),
             "steps": int(columns["step"][-1]) if len(columns["step"]) else 0,
-            "trained": int(series("ledger/trained").sum()),
-            "sampled": int(series("ledger/sampled").sum()),
+            "trained": _sum(series("ledger/trained")),
+            "sampled": _sum(series("ledger/sampled")),
         }
 
     def reason(self) -> str | None:
@@ -323,7 +325,7 @@ class Run:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 problem = f"metrics.jsonl has a damaged line near its end: {error}"
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            if _has_step(record):
                 return record, problem
         return {}, problem
 
@@ -332,6 +334,17 @@ def _passes(columns: Mapping[str, np.ndarray], offline: str | None) -> bool:
     """True if pass@1 says something. `columns`: those of `outcome_names` by name; `offline`: as of `Run.offline`."""
     pairs = (zip(*map(columns.__getitem__, names), strict=True) for names in outcome_names(offline))
     return pass_or_fail(chain(*pairs), offline)
+
+
+def _has_step(record: Any) -> TypeGuard[dict[str, Any]]:
+    """True for an object with a whole number of a step that a float can be, as columns have it."""
+    step = record.get("step") if isinstance(record, dict) else None
+    return isinstance(step, int) and number_of(step) is not None
+
+
+def _sum(counts: np.ndarray) -> int:
+    """What is too large for a float counts as the largest."""
+    return round(float(np.nan_to_num(counts.sum())))
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -223,6 +223,31 @@ def test_record_and_certificate_of_a_step(ask):
     assert ask("/api/record", run="zero", step="x").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("metrics.jsonl", "step", "1" + "0" * 400),
+        ("metrics.jsonl", "parity/tokens", "1e308"),
+        ("metrics.jsonl", "parity/tokens_different", "-1e308"),
+        ("metrics.jsonl", "ledger/trained", "1e308"),
+        ("parity.jsonl", "tokens", '"many"'),
+        ("parity.jsonl", "tokens_different", "null"),
+    ],
+)
+def test_odd_values_in_records_end_no_page(root, ask, file, key, value):
+    *lines, before, last = (json.loads(line) for line in (root / "zero" / file).read_text().splitlines())
+    odd = [before if key == "step" else {**before, key: "odd"}, {**last, key: "odd"}]
+    text = "".join(f"{json.dumps(line)}\n" for line in [*lines, *odd])
+    (root / "zero" / file).write_text(text.replace('"odd"', value))
+    for page in ("runs", "panels", "totals", "series", "series.csv", "record", "certificate"):
+        assert ask(f"/api/{page}", run="zero", name="reward/mean", step=2, last=3).status_code == 200, page
+    assert ask("/metrics").status_code == 200
+    totals = ask("/api/totals", run="zero").json()
+    left = [problem for problem in totals["problems"] if file in problem]
+    assert bool(left) == (key == "step" or file == "parity.jsonl")
+    assert totals["steps"] == (3 if key == "step" else 4)
+
+
 def test_configurations_side_by_side(ask):
     found = ask("/api/config", run="zero", other="drift").json()
     differing = {row["key"]: row["values"] for row in found["rows"] if row["differ"]}
