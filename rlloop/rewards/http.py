@@ -13,7 +13,7 @@ import tenacity
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
-from rlloop.web.clients import async_client, bearer
+from rlloop.web.clients import async_client, bearer, refuse_login
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER = 1 << 20  # bytes
@@ -28,12 +28,8 @@ def worth_another_try(error: BaseException) -> bool:
 
 def check_address(url: str) -> None:
     """Raises `ConfigError` unless the address begins with http:// or https:// and has no login."""
-    if "@" in url.partition("?")[0]:  # a malformed login, too, before a message shows it
-        raise ConfigError(
-            "reward.url has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave "
-            "it out, set token_env: LOGIN beside url, and "
-            "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""
-        )
+    basic = "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""
+    refuse_login("reward.url", url, f"set token_env: LOGIN beside url, and {basic}")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
     try:

@@ -7,6 +7,7 @@ unpack to gigabytes.
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,7 @@ import httpx
 from rlloop.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
+BEGINNING, HOST = re.compile(r"[^:/?#]*:?//([^/?#]*)"), re.compile(r"(\[[^]]*\]|[^][:]*)(:\d*)?")  # of an address
 PATIENCE, SLOWEST = 60.0, 1024  # an answer's body may take 60 seconds, and one more for every 1,024 bytes
 
 
@@ -101,6 +103,18 @@ def bearer(token: str | None) -> dict[str, str]:
             "ASCII; give one line of letters and digits"
         )
     return {"Authorization": f"Bearer {token}"}
+
+
+def refuse_login(key: str, url: str, instead: str) -> None:
+    """Raises `ConfigError`, without the address, for one with a login before its host; `instead`: where that belongs.
+    Without a host, or with a port that is none, an `@` anywhere counts: a login may have been mistyped."""
+    found = BEGINNING.match(url)
+    host = None if found is None else found[1]
+    if "@" in (host or "") or ("@" in url and (host is None or HOST.fullmatch(host) is None)):
+        raise ConfigError(
+            f"{key} has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave it "
+            f"out, {instead}"
+        )
 
 
 def tls_context(ca_file: str | Path | None) -> ssl.SSLContext:

@@ -475,12 +475,22 @@ def test_a_server_that_fails_is_named(fails, says):
 
 @pytest.mark.parametrize(
     "address",
-    ["http://me:s3cret@judge/x", "https://me:s3/cret@judge/x", "HTTPS://me:s3cret@judge:port/x", "me:s3cret@judge"],
-)
+    [
+        "http://me:s3cret@judge/x", "https://me:s3/cret@judge/x", "HTTPS://me:s3cret@judge:port/x", "me:s3cret@judge",
+        "http://me:s3?cret@judge/x", "//me:s3cret@judge", "http://[me:s3/cret@judge",
+    ],
+)  # fmt: skip
 def test_an_address_with_a_login_is_refused_and_not_told(address):
     with pytest.raises(ConfigError, match=r"reward.url has a login .* token_env: LOGIN beside url") as refused:
         HttpReward(address)
     assert "me:s3" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://judge/@me/x", "https://judge:7000/?of=me@here", "http://[::1]:7000/a@b", "http://judge#@"]
+)
+def test_an_at_sign_behind_the_host_is_no_login(address):
+    HttpReward(address)
 
 
 def test_the_command_of_the_error_makes_a_header(tmp_path):
