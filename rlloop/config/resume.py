@@ -33,7 +33,8 @@ RESUMABLE = (
     "sinks.",
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
-LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password@ of a url, which earlier versions took
+LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password@ of an address
+ADDRESSES = ("url", "sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness")  # had logins once
 # Keys that affect the engine's work but not its bits, as long as parity is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")
@@ -66,9 +67,9 @@ def refuse_other_run(path: Path, recorded: Mapping[str, Any], config: Mapping[st
 
 
 def without_logins(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat configuration, whose `url` keys have lost what stands before an `@`."""
+    """A flat configuration, whose addresses have lost what stands before an `@`."""
     return {
-        key: LOGIN.sub("", value) if isinstance(value, str) and key.endswith("url") else value
+        key: LOGIN.sub("", value) if isinstance(value, str) and key.endswith(ADDRESSES) else value
         for key, value in config.items()
     }
 

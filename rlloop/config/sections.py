@@ -78,6 +78,7 @@ class CertificateConfig:
 
     key: str | None = None  # PEM of the Ed25519 private key that signs the certificate's head
     witness: str | None = None  # http(s) address that the head is posted to, or file that it is appended to
+    token_env: str | None = None  # environment variable with the token, or `Basic ...`, that the witness asks for
 
 
 @dataclass

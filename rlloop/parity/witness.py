@@ -31,10 +31,16 @@ MOST_ANSWER = 1 << 16  # bytes of an answer, which is not read
 
 
 def check_certificate(config: CertificateConfig) -> None:
-    """Raises `ConfigError` for a key that cannot be read, or a witness's file in a folder that does not exist."""
+    """Raises `ConfigError` for a key that cannot be read, a witness's file in a folder that does not exist, a login in
+    its address, or a token that is not there."""
     if config.key is not None:
         load_key(Path(config.key))
-    if config.witness is not None and not _is_address(config.witness) and not Path(config.witness).parent.is_dir():
+    if config.witness is not None and _is_address(config.witness):
+        from rlloop.web.clients import BASIC, authorization, refuse_login
+
+        refuse_login("certificate.witness", config.witness, f"set certificate.token_env=LOGIN, and {BASIC}")
+        authorization("certificate.token_env", config.token_env)
+    elif config.witness is not None and not Path(config.witness).parent.is_dir():
         raise ConfigError(
             f"certificate.witness is {config.witness!r}; it must be an http:// or https:// address, or a file in an "
             "existing folder"
@@ -48,7 +54,7 @@ class Attestor:
         """Raises `ConfigError` for a key that cannot be read."""
         self._key = None if config.key is None else load_key(Path(config.key))
         self._signatures = Journal(folder / SIGNATURES)
-        self._witness, self._log = config.witness, log
+        self._witness, self._token_env, self._log = config.witness, config.token_env, log
 
     def __call__(self, statement: Statement) -> None:
         """Sign and send. A witness that does not answer is only logged: the next statement covers these steps, too."""
@@ -59,7 +65,7 @@ class Attestor:
             return
         try:
             if _is_address(self._witness):
-                _post(self._witness, message(statement))
+                _post(self._witness, message(statement), self._token_env)
             else:
                 with Path(self._witness).open("ab") as file:  # which several runs may share
                     file.write(message(statement) + b"\n")
@@ -95,19 +101,20 @@ def read_public_key(path: Path) -> Ed25519PublicKey:
 
 
 def _is_address(witness: str) -> bool:
-    return witness.startswith(("http://", "https://"))
+    return witness.lower().startswith(("http://", "https://"))
 
 
-def _post(address: str, content: bytes) -> None:
+def _post(address: str, content: bytes, token_env: str | None) -> None:
     """Raises `ConnectionError` after `TRIES` failures."""
     import httpx
 
-    from rlloop.web.clients import client
+    from rlloop.web.clients import authorization, client
 
+    headers = {"Content-Type": "application/json", **authorization("certificate.token_env", token_env)}
     for attempt in range(TRIES):
         try:
             with client(most=MOST_ANSWER, timeout=TIMEOUT, trust_env=True) as http:
-                http.post(address, content=content, headers={"Content-Type": "application/json"}).raise_for_status()
+                http.post(address, content=content, headers=headers).raise_for_status()
             return
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             if attempt == TRIES - 1:

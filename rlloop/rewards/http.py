@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ import tenacity
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.types import Example, RewardResult
-from rlloop.web.clients import async_client, bearer, refuse_login
+from rlloop.web.clients import BASIC, async_client, authorization, refuse_login
 
 RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER = 1 << 20  # bytes
@@ -28,27 +27,13 @@ def worth_another_try(error: BaseException) -> bool:
 
 def check_address(url: str) -> None:
     """Raises `ConfigError` unless the address begins with http:// or https:// and has no login."""
-    basic = "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""
-    refuse_login("reward.url", url, f"set token_env: LOGIN beside url, and {basic}")
+    refuse_login("reward.url", url, f"set token_env: LOGIN beside url, and {BASIC}")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url is {url!r}; it must begin with http:// or https://")
     try:
         httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"reward.url is {url!r}, which is no address: {error}") from None
-
-
-def authorization(token_env: str | None) -> dict[str, str]:
-    """The header of the token in the environment variable `token_env`: a bearer's, or `Basic ...` as it stands.
-
-    Raises `ConfigError`.
-    """
-    if token_env is None:
-        return {}
-    token = os.environ.get(token_env)
-    if token is None:
-        raise ConfigError(f"reward.token_env names {token_env!r}, and that environment variable is not set")
-    return bearer(token) | ({"Authorization": token} if token.startswith("Basic ") else {})
 
 
 async def post(client: httpx.AsyncClient, url: str, **content: Any) -> httpx.Response:
@@ -77,7 +62,7 @@ class HttpReward:
         check_address(url)
         if retries < 0:
             raise ConfigError(f"reward.retries is {retries}; it must be 0 or more")
-        headers = authorization(token_env)
+        headers = authorization("reward.token_env", token_env)
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
         self._client = OnThisLoop(
             lambda: async_client(most=MAX_ANSWER, timeout=timeout, headers=headers, trust_env=True)

@@ -17,10 +17,10 @@ import tenacity
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.rewards.event_loop import OnThisLoop
 from rlloop.rewards.examples import field_of
-from rlloop.rewards.http import MAX_ANSWER, authorization, check_address, post, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, check_address, post, worth_another_try
 from rlloop.rewards.runner import RewardFailure, failure
 from rlloop.types import Example, RewardResult
-from rlloop.web.clients import async_client
+from rlloop.web.clients import async_client, authorization
 
 T = TypeVar("T")
 SCORING = (
@@ -79,7 +79,7 @@ class Judge:
         `Basic ...`. `cache`: an SQLite file of answers, which several runs may share. `price_in`, `price_out`: of a
         million tokens. `budget`: the most that this process may spend, in their currency. Raises `ConfigError`."""
         check_address(url)
-        headers = authorization(token_env)
+        headers = authorization("reward.token_env", token_env)
         checks = [
             ("retries", retries, retries >= 0, "0 or more"),
             ("timeout", timeout, timeout > 0, "a positive number of seconds"),

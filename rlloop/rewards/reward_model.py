@@ -11,9 +11,9 @@ import tenacity
 from rlloop.chat import ChatTokenizer
 from rlloop.errors import ConfigError
 from rlloop.rewards.event_loop import OnThisLoop
-from rlloop.rewards.http import MAX_ANSWER, authorization, check_address, post, worth_another_try
+from rlloop.rewards.http import MAX_ANSWER, check_address, post, worth_another_try
 from rlloop.types import Example, RewardResult
-from rlloop.web.clients import async_client
+from rlloop.web.clients import async_client, authorization
 
 
 class RewardModel:
@@ -50,7 +50,7 @@ class RewardModel:
         from rlloop.models.config import read_config  # imports torch
 
         check_address(url)
-        headers = authorization(token_env)
+        headers = authorization("reward.token_env", token_env)
         self.url, self._model, self._retries, self._solved_at = url.rstrip("/"), model, retries, solved_at
         eos = read_config(Path(model_path)).eos_token_ids
         if not eos:

@@ -135,21 +135,24 @@ def post(webhook: str, text: str, tell: Callable[[str], None]) -> threading.Thre
     return thread
 
 
-def check_webhook(webhook: Any) -> str:
-    """Raises `ConfigError` unless it is an http(s) address."""
+def check_webhook(webhook: Any, secret: str = "") -> str:
+    """Raises `ConfigError` unless it is an http(s) address; `secret`: what the error tells in place of it."""
     if not isinstance(webhook, str) or not re.fullmatch(r"https?://[^\s/]+\S*", webhook):
-        raise ConfigError(f"the webhook of alerts is {webhook!r}; it must be an address, as https://hooks.example/...")
+        given = secret or repr(webhook)
+        raise ConfigError(f"the webhook of alerts is {given}; it must be an address, as https://hooks.example/...")
     return webhook
 
 
 class AlertSink:
-    """Posts a run's alerts: `webhook`, its address; `when`, conditions. Silence is watched by a thread of its own."""
+    """Posts a run's alerts: `webhook`, its address, or `webhook_env`, the environment variable that has it; `when`,
+    conditions. Silence is watched by a thread of its own."""
 
     def __init__(
-        self, run_dir: Path, config: Mapping[str, Any], *, webhook: str = "", when: Sequence[str] = ()
-    ) -> None:
-        conditions = self.check(webhook, when)
-        self._webhook, self._alarm, self._log = webhook, Alarm(run_dir.name, conditions), run_dir / "run.log"
+        self, run_dir: Path, config: Mapping[str, Any], *, webhook: str = "", webhook_env: str = "",
+        when: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._webhook, conditions = self.check(webhook, webhook_env, when)
+        self._alarm, self._log = Alarm(run_dir.name, conditions), run_dir / "run.log"
         self._posts: list[threading.Thread] = []
         self._last, self._ended = time.monotonic(), threading.Event()
         self._guard = threading.Lock()
@@ -158,9 +161,19 @@ class AlertSink:
         self.note = f"alerts: {'; '.join(each.text for each in conditions)}"
 
     @staticmethod
-    def check(webhook: str = "", when: Sequence[str] = ()) -> list[Condition]:
-        """The conditions. Raises `ConfigError` for what cannot be watched or posted."""
-        check_webhook(webhook)
+    def check(webhook: str = "", webhook_env: str = "", when: Sequence[str] = ()) -> tuple[str, list[Condition]]:
+        """The address and conditions. Raises `ConfigError` for what cannot be watched or posted, and for a login."""
+        from rlloop.web.clients import from_environment, refuse_login
+
+        if webhook_env:
+            if webhook:
+                raise ConfigError("sinks.alerts has webhook and webhook_env; give one of them")
+            webhook = from_environment("sinks.alerts.webhook_env", webhook_env)
+            check_webhook(webhook, f"the address in {webhook_env}")
+        else:
+            instead = "and name an environment variable with the whole address: sinks.alerts.webhook_env=NAME"
+            refuse_login("sinks.alerts.webhook", str(webhook), instead)
+            check_webhook(webhook)
         conditions = [Condition.parse(text) for text in ([when] if isinstance(when, str) else when)]
         if any(each.metric is None and each.silent is None for each in conditions):
             raise ConfigError(
@@ -169,7 +182,7 @@ class AlertSink:
             )
         if not conditions:
             raise ConfigError("sinks.alerts.when is empty; give conditions, as when=['eval/solved < 0.1', 'silent 10']")
-        return conditions
+        return webhook, conditions
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         with self._guard:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rlloop.config.resume import LOGIN
 from rlloop.errors import ConfigError, did_you_mean
 from rlloop.runs.alerts import AlertSink
 
@@ -248,7 +249,7 @@ class MlflowSink(_WithSamples):
                 self._client.log_batch(begun.info.run_id, params=flat[first : first + 100])
         self._id = kept.read_text().strip()
         self._client.update_run(self._id, status="RUNNING")
-        self.note = f"mlflow: experiment {experiment!r}; `mlflow ui --backend-store-uri {uri}` shows it"
+        self.note = f"mlflow: experiment {experiment!r}; `mlflow ui --backend-store-uri {LOGIN.sub('', uri)}` shows it"
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now, (table, _) = int(time.time() * 1000), self._taken()
@@ -371,6 +372,11 @@ def check_sinks(config: Mapping[str, Any]) -> None:
         _require(name)
         if name == "alerts":
             AlertSink.check(**(options or {}))
+        elif name == "mlflow" and "://" in (uri := str((options or {}).get("uri"))):
+            from rlloop.web.clients import refuse_login
+
+            login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            refuse_login("sinks.mlflow.uri", uri, f"export {login}, or the whole address as MLFLOW_TRACKING_URI")
 
 
 def make_sinks(config: Mapping[str, Any], run_dir: Path, run_config: Mapping[str, Any]) -> list[Sink]:

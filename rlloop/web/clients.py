@@ -7,6 +7,7 @@ unpack to gigabytes.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import ssl
 import time
@@ -19,6 +20,7 @@ import httpx
 from rlloop.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
+BASIC = "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""  # for `authorization`
 BEGINNING, HOST = re.compile(r"[^:/?#]*:?//([^/?#]*)"), re.compile(r"(\[[^]]*\]|[^][:]*)(:\d*)?")  # of an address
 PATIENCE, SLOWEST = 60.0, 1024  # an answer's body may take 60 seconds, and one more for every 1,024 bytes
 
@@ -103,6 +105,22 @@ def bearer(token: str | None) -> dict[str, str]:
             "ASCII; give one line of letters and digits"
         )
     return {"Authorization": f"Bearer {token}"}
+
+
+def from_environment(key: str, name: str) -> str:
+    """What stands in the environment variable that the configuration's `key` names. Raises `ConfigError`."""
+    if (value := os.environ.get(name)) is None:
+        raise ConfigError(f"{key} names {name!r}, and that environment variable is not set")
+    return value
+
+
+def authorization(key: str, token_env: str | None) -> dict[str, str]:
+    """The header of the token in the environment variable `token_env`, which `key` names: a bearer's, or `Basic ...` as
+    it stands. Raises `ConfigError`."""
+    if token_env is None:
+        return {}
+    token = from_environment(key, token_env)
+    return bearer(token) | ({"Authorization": token} if token.startswith("Basic ") else {})
 
 
 def refuse_login(key: str, url: str, instead: str) -> None:

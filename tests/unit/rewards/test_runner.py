@@ -23,9 +23,10 @@ import pytest
 from rlloop.errors import ConfigError
 from rlloop.rewards import CodeReward, HttpReward, MathReward, Weighted
 from rlloop.rewards.event_loop import POLL, EventLoop, OnThisLoop
-from rlloop.rewards.http import authorization, post
+from rlloop.rewards.http import post
 from rlloop.rewards.runner import HOPELESS, Calls, RewardFailure, RewardRunner, _Worker, as_result
 from rlloop.types import Example, RewardResult
+from rlloop.web.clients import authorization
 from tests.support.rewards_gone_wild import HANGS, RAISED, released, requests, wild
 from tests.support.waiting import until
 
@@ -506,6 +507,6 @@ def test_the_command_of_the_error_makes_a_header(tmp_path):
 def test_a_login_is_sent_from_the_environment(monkeypatch):
     for name, value in (("LOGIN", "Basic bWU6cGFzcw=="), ("TOKEN", "abc")):
         monkeypatch.setenv(name, value)
-    assert authorization("LOGIN") == {"Authorization": "Basic bWU6cGFzcw=="}
-    assert authorization("TOKEN") == {"Authorization": "Bearer abc"}
-    assert authorization(None) == {}
+    assert authorization("token_env", "LOGIN") == {"Authorization": "Basic bWU6cGFzcw=="}
+    assert authorization("token_env", "TOKEN") == {"Authorization": "Bearer abc"}
+    assert authorization("token_env", None) == {}

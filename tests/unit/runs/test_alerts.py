@@ -67,6 +67,26 @@ def test_alerts_that_cannot_be_sent_are_refused_before_a_run(options, message):
         check_sinks({"alerts": options})
 
 
+def test_an_address_that_is_a_secret_stays_in_the_environment(webhook, tmp_path, monkeypatch):
+    address, posted = webhook
+    monkeypatch.setenv("HOOK", f"{address}/good")
+    monkeypatch.setenv("ODD", "me:s3cret")
+    when = ["reward/mean < 0.1"]
+    [sink] = make_sinks({"alerts": {"webhook_env": "HOOK", "when": when}}, tmp_path, {})
+    sink.log(1, {"reward/mean": 0.05})
+    sink.close()
+    assert len(posted) == 1
+    for options, message in (
+        ({"webhook": "https://me:s3cret@hooks/x"}, "sinks.alerts.webhook has a login .*webhook_env=NAME"),
+        ({"webhook": "http://x", "webhook_env": "HOOK"}, "give one of them"),
+        ({"webhook_env": "NONE"}, "sinks.alerts.webhook_env names 'NONE'"),
+        ({"webhook_env": "ODD"}, "the address in ODD; it must be"),
+    ):
+        with pytest.raises(ConfigError, match=message) as refused:
+            check_sinks({"alerts": {**options, "when": when}})
+        assert "s3cret" not in str(refused.value)
+
+
 @pytest.fixture
 def webhook():
     """(its address, what was posted to it)"""

@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlloop.config.resume import refuse_other_run
+from rlloop.config.resume import refuse_other_run, without_logins
 from rlloop.errors import RunError
 from rlloop.runs.folder import (
     Journal,
@@ -249,6 +249,11 @@ def test_a_run_whose_address_had_a_login_goes_on_without_it_and_the_login_is_not
     refuse_other_run(RUN, with_login, without)
     with pytest.raises(RunError, match=r"reward\.url: the run has 'https://judge/x', now it is 'https://other/x'"):
         refuse_other_run(RUN, with_login, {**CONFIG, "reward": {"url": "https://other/x", "token_env": None}})
+
+
+@pytest.mark.parametrize("key", ["sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness"])
+def test_logins_that_runs_of_earlier_versions_recorded_are_not_shown(key):
+    assert without_logins({key: "https://me:s3cret@host/@x"}) == {key: "https://host/@x"}
 
 
 def test_only_a_url_loses_what_stands_before_an_at():

@@ -96,6 +96,16 @@ def test_what_cannot_work_is_refused_by_name(config, message):
         check_sinks(config)
 
 
+@pytest.mark.parametrize("scheme", ["https", "postgresql"])
+def test_a_login_of_mlflows_is_refused_and_not_told(scheme, monkeypatch):
+    monkeypatch.setattr("rlloop.runs.sinks._require", lambda name: None)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or") as refused:
+        check_sinks({"mlflow": {"uri": f"{scheme}://me:s3cret@host/x"}})
+    assert "s3cret" not in str(refused.value)
+    for uri in (None, "runs/@me", "sqlite:////runs/@me/mlflow.db", "https://host/@me"):
+        check_sinks({"mlflow": {"uri": uri}})
+
+
 @pytest.mark.parametrize("name", ["trackio", "mlflow", "wandb"])
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
