@@ -203,7 +203,9 @@ class Adapter:
             (down, up), weight = self.targets[each].own(weights.factors[each]), self.targets[each].weight
             assert weight is not None
             pair = (down.to(weight.dtype), scaled(up, self.scales[each], weight.dtype))
-            a, b = (nn.Parameter(tensor.to(weight.device, copy=True)) for tensor in pair)
+            # Experts' factors from PEFT's layout are transposed views, and gradients and masters are flat.
+            flat = torch.contiguous_format
+            a, b = (nn.Parameter(tensor.to(weight.device, copy=True, memory_format=flat)) for tensor in pair)
             self._parameters |= {parameter_name(each, A): a, parameter_name(each, B): b}
             ranks = torch.tensor([weights.rank_of(each)], device=weight.device)
             # New views in each forward: autograd runs older nodes later, so ranks would reach shared ones out of step.

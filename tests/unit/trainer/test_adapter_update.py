@@ -10,9 +10,10 @@ from rlloop import Engine, SamplingParams, load_model
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import save_model
-from rlloop.models.adapter_files import WEIGHTS, read_adapter, with_stored_adapter
+from rlloop.models.adapter_files import WEIGHTS, read_adapter, save_adapter, with_stored_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.trainer import Trainer
+from tests.support.adapters import random_adapter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.samples import as_sample, different
 from tests.support.tiny_models import tiny_qwen3
@@ -97,6 +98,25 @@ def test_a_checkpoint_is_a_peft_folder_that_resumes_with_the_same_bits(folder, d
         assert torch.equal(value, state(other)[name]), name
         assert torch.equal(trainer.masters[name], again.masters[name]), name
     assert (tmp_path / "step_1" / WEIGHTS).stat().st_size < 4e5
+
+
+def test_an_adapter_from_a_folder_trains_as_the_one_that_was_stored(folder, dtype, tmp_path):
+    """Experts' factors are stored in one matrix of all, whose parts are transposed."""
+    base = load_model(folder, dtype=dtype).requires_grad_(False)
+    weights = random_adapter(base, 0)
+    save_adapter(base, weights, tmp_path / "stored")
+    trained = []
+    for model in (
+        base.with_adapter(Adapter(weights, choose_targets(base.adapter_targets(), ["all-linear"]))),
+        with_stored_adapter(base, tmp_path / "stored"),
+    ):
+        trainer = Trainer(model, CONFIG)
+        trainer.forward_backward(sampled(Engine(model)), get_loss("grpo"))
+        assert trainer.optim_step()["loss/grad_norm"] > 0
+        trained.append({**trainer.masters, **{f"live {name}": x for name, x in state(model).items()}})
+    assert trained[0].keys() == trained[1].keys()
+    for name, value in trained[0].items():
+        assert torch.equal(value, trained[1][name]), name
 
 
 def test_a_copy_of_the_model_keeps_its_adapter(tmp_path):
