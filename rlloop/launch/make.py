@@ -47,8 +47,8 @@ def load(config: RunConfig, source: str | Path, context: ParallelContext | None 
     """
     if config.model.lora.rank == 0 and read_config(source).quantization is not None:
         raise ConfigError(
-            f"{source} has packed weights (quantization_config in its config.json), which are frozen: set "
-            "model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
+            f"{source} has packed weights (its quantization_config or hf_quant_config.json), which are frozen: "
+            "set model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
         )
     model = load_unchecked(config, source, context)
     if config.parity.mode is ParityMode.require:

@@ -12,7 +12,7 @@ from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config_reader import ASKED, Keys, all_are, read_json
 from rlloop.models.families import ALIASES, FAMILIES, LACKING, Family
-from rlloop.models.packed_config import read_scheme
+from rlloop.models.packed_config import MODELOPT, read_scheme, with_modelopt
 from rlloop.models.ropes import read_rope
 from rlloop.models.text_config import LEFT_OUT, text_of
 from rlloop.models.vision_config import TOWERED, split, with_tower
@@ -44,7 +44,8 @@ def how_to_fetch(path: str | Path) -> str:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of a Hugging Face folder. Its generation_config.json, if any, names the end-of-sequence tokens.
+    """The configuration of a Hugging Face folder. Its generation_config.json, if any, names the end-of-sequence tokens,
+    and its hf_quant_config.json the format of packed weights.
 
     Raises `ModelError` for a folder or file that is missing, for an adapter in the folder, and as `parse_config` does.
     """
@@ -60,7 +61,10 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ModelError(f"{path} has no config.json; give a Hugging Face checkpoint folder")
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return parse_config(read_json(path / "config.json"), eos_token_id=eos)
+    raw = read_json(path / "config.json")
+    if (path / MODELOPT).is_file():
+        raw = with_modelopt(raw, read_json(path / MODELOPT))
+    return parse_config(raw, eos_token_id=eos)
 
 
 def parse_config(raw: Mapping[str, Any], *, eos_token_id: int | list[int] | None = None) -> ModelConfig:

@@ -4,6 +4,7 @@
     compressed-tensors  X.weight_packed int32, X.weight_scale, X.weight_shape    pack-quantized: int4, groups of 32
     compressed-tensors  X.weight_packed, X.weight_scale, X.weight_global_scale   nvfp4-pack-quantized
     modelopt            X.weight uint8, X.weight_scale, X.weight_scale_2         NVFP4
+    modelopt            X.weight float8, X.weight_scale                          FP8: one scale, or one for each row
     mxfp4               X_blocks uint8, X_scales uint8                           MXFP4, as gpt-oss is released
     fp8                 X float8, X_scale_inv (X: Y.weight, or all experts)      FP8 in 128 x 128, as DeepSeek-V3 is
 
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from rlloop.errors import ModelError
 from rlloop.models.checkpoint_names import StoredSlice
-from rlloop.models.packed_config import CACHE_8, SUPPORTED, Scheme
+from rlloop.models.packed_config import CACHE_8, MODELOPT, SUPPORTED, Scheme
 from rlloop.models.safetensors_io import FLOATS, KINDS, StoredTensor, StoredWeights
-from rlloop.numerics.packed import FP8, INT4, MXFP4, PackedWeight
+from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight
 
 BESIDE = (".input_scale", ".input_global_scale")  # of activations
 CACHES = (".k_proj.k_scale", ".v_proj.v_scale")  # of keys and values, where those are left out
@@ -81,12 +82,15 @@ class PackedReader:
             "scales": ((*groups, rows, blocks), (packing.scales,)),
         }
         if packing is FP8:
-            fits["scales"] = (*groups, -(-rows // packing.group), blocks), FLOATS.values()
+            fits["scales"] = self._grid(shape), FLOATS.values()
         elif packing is INT4:
             fits["scales"] = fits["scales"][0], FLOATS.values()  # those of bfloat16 values
         for kind, (wanted, dtypes) in fits.items():
             tensor = self._stored.tensors[stored := self.names[name][kind]]
-            if tensor.shape != wanted or tensor.dtype not in dtypes:
+            fitting = tensor.shape == wanted
+            if packing is FP8 and kind == "scales":  # one of a tensor has no sizes, and those of rows have one or two
+                fitting = [size for size in tensor.shape if size != 1] == [size for size in wanted if size != 1]
+            if not fitting or tensor.dtype not in dtypes:
                 needed = ", ".join(f"{size:g}" for size in wanted)
                 raise ModelError(
                     f"{where}: {stored} is {tensor.dtype} {list(tensor.shape)}; {packing.name} of {rows} x {width} (so "
@@ -97,13 +101,21 @@ class PackedReader:
             if math.prod(tensor.shape) != 1 or tensor.dtype not in FLOATS.values():
                 raise ModelError(f"{where}: {stored} is {tensor.dtype} {list(tensor.shape)}; it must be one number")
 
+    def _grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of FP8's scales: [..., blocks of rows, blocks of inputs]."""
+        *groups, rows, width = shape
+        of_rows, of_inputs = self.scheme.block
+        return (*groups, -(-rows // (of_rows or rows)), -(-width // (of_inputs or width)))
+
     def _made(self, name: str, components: Mapping[str, Tensor], where: str) -> PackedWeight:
         packing, codes, scales = self.scheme.packing, components["codes"], components["scales"]
         if packing is MXFP4:
             codes = codes.flatten(-2)
         rows = codes.shape[-2]
-        if packing is FP8:  # a row has the scales of its block of rows
-            scales = scales.float().repeat_interleave(packing.group, -2)[..., :rows, :].contiguous()
+        if packing is FP8:  # a row has the scales of its block of rows, also where all its inputs have one
+            scales = scales.float().reshape(self._grid(tuple(codes.shape)))
+            scales = scales.repeat_interleave(self.scheme.block[0] or rows, -2)[..., :rows, :]
+            scales = scales.expand(*scales.shape[:-1], -(-codes.shape[-1] // packing.group)).contiguous()
         if packing is INT4:
             exact, scales = scales, scales.to(torch.bfloat16)
             if not torch.equal(scales.to(exact.dtype), exact) and not exact.isnan().any():
@@ -137,6 +149,16 @@ def stacked(matrices: Mapping[int, Mapping[int, PackedWeight]]) -> PackedWeight:
 
     scale = None if first.tensor_scale is None else gathered("tensor_scale")
     return PackedWeight(gathered("codes"), gathered("scales"), first.packing, tensor_scale=scale, dtype=first.dtype)
+
+
+def check_named(where: str, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises `ModelError` for ModelOpt's codes where nothing says how they are read."""
+    for name, tensor in tensors.items():
+        if tensor.dtype in (FP8.codes, NVFP4.codes):
+            raise ModelError(
+                f"{where}: {name} is {tensor.dtype}, and neither config.json (quantization_config) nor a {MODELOPT} "
+                "beside it names its format; releases by ModelOpt have that file"
+            )
 
 
 def check_plain(where: str, name: str, tensor: StoredTensor) -> None:

@@ -25,7 +25,7 @@ from rlloop.models.checkpoint_names import (
     stored_slices,
 )
 from rlloop.models.experts import BIAS
-from rlloop.models.packed import PackedReader, check_plain, finished, place, without_experts
+from rlloop.models.packed import PackedReader, check_named, check_plain, finished, place, without_experts
 from rlloop.models.packed_config import read_scheme
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.safetensors_io import StoredWeights
@@ -125,7 +125,9 @@ def _found(
     """The reader of packed weights, names and shapes of all weights as plain ones, and the form of experts."""
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if name not in left_out}
     packed = None
-    if config.quantization is not None:
+    if config.quantization is None:
+        check_named(str(stored.folder), {name: stored.tensors[name] for name in found})
+    else:
         in_any_form = shapes_in_any_form(shapes, config.architecture)
         packed = PackedReader(read_scheme(config.quantization), stored, in_any_form)
         found = packed.found(found)

@@ -39,7 +39,7 @@ class Packing:
 INT4 = Packing("int4 in groups of 32 (compressed-tensors pack-quantized)", 8, 32, torch.int32, torch.bfloat16, True)
 MXFP4 = Packing("MXFP4", 2, 32, torch.uint8, torch.uint8)  # scales are powers of 2: 2 ** (scale - 127)
 NVFP4 = Packing("NVFP4", 2, 16, torch.uint8, torch.float8_e4m3fn)  # and a scale of the whole tensor
-FP8 = Packing("FP8 in blocks of 128 x 128", 1, 128, torch.float8_e4m3fn, torch.float32)
+FP8 = Packing("FP8", 1, 128, torch.float8_e4m3fn, torch.float32)
 
 
 def read_by(kernels: Callable[[torch.device], Any]) -> None:

@@ -109,8 +109,8 @@ def everything(folder: Path, folders: dict[tuple[str, str], Path]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """A base with packed weights, experts among them."""
-    return {(PACKED, DTYPE): make_packed(tmp_path_factory.mktemp(PACKED), PACKED)[0]}
+    """Bases with packed weights, experts among them, and recurrent layers'."""
+    return {(kind, DTYPE): make_packed(tmp_path_factory.mktemp(kind), kind)[0] for kind in (PACKED, "fp8_tensor")}
 
 
 @pytest.fixture(scope="module")

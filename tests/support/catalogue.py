@@ -2,9 +2,10 @@
 
     python -m tests.support.catalogue        # the table of docs/models.md
 
-`released.json` has configurations as they were released, and the public repository and commit that had the copy. Its
-`index` is of a release with the same tensors, whose model.safetensors.index.json such a repository has: the number of
-names, SHA-256 of them in order, each on a line, and perhaps the tensors' bytes in all, in bfloat16.
+`released.json` has configurations as they were released, some with the hf_quant_config.json beside them, and the public
+repository and commit that had the copy. Its `index` is of a release with the same tensors, whose
+model.safetensors.index.json such a repository has: the number of names, SHA-256 of them in order, each on a line, and
+perhaps the tensors' bytes in all, in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from rlloop.errors import ModelError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config
 from rlloop.models.families import LACKING
-from rlloop.models.packed_config import read_scheme
+from rlloop.models.packed_config import read_scheme, with_modelopt
 from rlloop.models.transformer import Model
 from tests.support.checkpoints import by_our_names
 
-RELEASED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "released.json").read_text())
+RELEASED: dict[str, dict[str, Any]] = {
+    name: each if (beside := each.get("hf_quant_config")) is None
+    else {**each, "config": with_modelopt(each["config"], beside)}
+    for name, each in json.loads((Path(__file__).parent / "released.json").read_text()).items()
+}  # fmt: skip
 LAYER_LISTS = ("layer_types", "indexer_types", "mlp_layer_types", "layers_block_type")
 # Objects without effect whose keys are free: classes of code, labels, what found the scales and its arguments.
 FREE = ("auto_map", "id2label", "label2id", "producer", "observer_kwargs")
@@ -157,9 +162,11 @@ def weights(raw: Mapping[str, Any]) -> str:
     given = raw.get("quantization_config") or raw.get("text_config", {}).get("quantization_config")
     if given is None:
         return "bfloat16"
-    return {
-        "fp8": "FP8, blocks of 128", "mxfp4": "MXFP4", "modelopt": "NVFP4", "compressed-tensors": "int4, groups of 32",
-    }[given["quant_method"]]  # fmt: skip
+    if given["quant_method"] == "modelopt":
+        return {"NVFP4": "NVFP4", "FP8": "FP8, a scale for each matrix"}[given["quant_algo"]]
+    return {"fp8": "FP8, blocks of 128", "mxfp4": "MXFP4", "compressed-tensors": "int4, groups of 32"}[
+        given["quant_method"]
+    ]
 
 
 def table() -> str:

@@ -21,17 +21,20 @@ INT4 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
         "num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "strategy": "group"}}},
 }  # fmt: skip
-FORMATS = {  # format -> (family, quantization_config)
+FORMATS = {  # format -> (family, quantization_config, or what hf_quant_config.json holds)
     "int4": ("qwen3_moe", INT4),
     "int4_kimi": ("kimi_k25", INT4),  # experts alone, as it was released
     "nvfp4": ("qwen3", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4_compressed": ("qwen3_moe", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
     "fp8": ("deepseek_v3", {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
+    "fp8_tensor": ("nemotron_h", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}),
+    "fp8_tensor_dense": ("llama", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fp8_rows": ("qwen3", {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
     "mxfp4": ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
 }  # fmt: skip
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 EXPERTS = {"moe_intermediate_size": 32}
-WIDTH = 160  # of models that read images: two of FP8's blocks
+WIDTH = 160  # of models that read images, and of FP8's: two blocks
 FILE = "model.safetensors"
 
 
@@ -53,6 +56,12 @@ def packed_matrix(kind: str, shape: tuple[int, int], generator: torch.Generator)
         scales = (torch.rand(-(-rows // 128), -(-width // 128), generator=generator) + 0.5) * size / 3
         wide = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :width]
         return {".weight": codes, ".weight_scale_inv": scales}, (codes.float() * wide).bfloat16()
+    if kind.startswith("fp8_"):  # a scale of the tensor, or one for each row
+        codes = (torch.randn(shape, generator=generator) * 3).to(torch.float8_e4m3fn)
+        scales = (torch.rand(() if kind == "fp8_tensor" else rows, generator=generator) + 0.5) * size / 3
+        values = (codes.float() * scales.reshape(-1, 1)).bfloat16()
+        parts = {".weight": codes, ".weight_scale": scales}
+        return (parts | {".input_scale": torch.tensor(1.0)} if kind == "fp8_tensor" else parts), values
     codes = nibbles(rows, width, generator)
     if kind == "int4":
         words = torch.zeros(rows, width // 8, dtype=torch.int64)
@@ -87,13 +96,14 @@ def make_packed(place: Path, kind: str, **config: Any) -> tuple[Path, Path]:
     family, quantization = FORMATS[kind]
     wrapped = family == "kimi_k25"
     plain, packed = place / "plain", place / "packed"
-    sizes: dict[str, Any] = SIZES | (EXPERTS if family in ("qwen3_moe", "deepseek_v3", "kimi_k25") else {}) | config
+    sizes: dict[str, Any] = SIZES | ({"hidden_size": WIDTH} if kind.startswith("fp8_") else {})
+    sizes |= (EXPERTS if family in ("qwen3_moe", "deepseek_v3", "kimi_k25", "nemotron_h") else {}) | config
     for folder in (plain, packed):
         if wrapped:
             make_kimi_checkpoint(folder, dtype=torch.bfloat16, num_hidden_layers=3, **sizes)
         else:
             make_checkpoint(folder, family, dtype=torch.bfloat16, **sizes)
-    _pack(place, kind.removesuffix("_kimi"), ".experts." if wrapped else "")
+    _pack(place, kind.removesuffix("_kimi").removesuffix("_dense"), ".experts." if wrapped else "")
     _quantize_config(packed, quantization, "text_config" if wrapped else None)
     return packed, plain
 
@@ -115,6 +125,9 @@ def make_packed_images(place: Path, family: str, kind: str, under: str | None = 
 
 
 def _quantize_config(folder: Path, quantization: dict[str, Any], under: str | None) -> None:
+    if "quantization" in quantization:
+        (folder / "hf_quant_config.json").write_text(json.dumps(quantization))
+        return
     config = json.loads((folder / "config.json").read_text())
     (config if under is None else config[under])["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))

@@ -133,6 +133,8 @@ def test_parts_that_are_missing_or_of_another_type_and_saving(tmp_path):
         ("nvfp4", "q_proj.weight_scale", lambda x: x.view(torch.uint8)[None].view(x.dtype), r"needs .* \[64, 4\]"),
         ("nvfp4", "q_proj.weight_scale_2", lambda x: torch.stack([x, x]), r"\[2\]; it must be one number"),
         ("nvfp4_compressed", "q_proj.weight_global_scale", lambda x: x * torch.inf, "must be finite"),
+        ("fp8_tensor", "in_proj.weight_scale", lambda x: torch.stack([x, x]), r"\[2\]; FP8 .* needs .* \[1, 1\]"),
+        ("fp8_rows", "q_proj.weight_scale", lambda x: x[:3], r"\[3\]; FP8 of 64 x 160 .* needs .* \[64, 1\]"),
         ("fp8", "o_proj.weight_scale_inv", lambda x: torch.cat([x, x]), r"\[2, 1\]; .* needs .* \[1, 1\]"),
         ("int4", "o_proj.weight_scale", lambda x: x.float() * 1.001, "values that bfloat16 does not have"),
         ("int4", "o_proj.weight_shape", lambda x: x + 1, r"weight_shape says \[65, 65\]"),
@@ -215,7 +217,7 @@ def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path
     }  # fmt: skip
     packed, _ = make_packed(tmp_path, "nvfp4")
     plain = load_model(packed).state_dict()
-    assert "left out" not in caplog.text
+    assert "keys and values" not in caplog.text
     scales = {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.tensor(0.5) for name in "kv"}
     save_file({**load_file(packed / "model.safetensors"), **scales}, packed / "model.safetensors")
     with pytest.raises(ModelError, match=r"k_proj\.k_scale"):
@@ -225,5 +227,9 @@ def test_inputs_and_caches_that_releases_quantise_are_named_as_left_out(tmp_path
     (packed / "config.json").write_text(json.dumps(config))
     assert all(torch.equal(x, plain[name]) for name, x in load_model(packed).state_dict().items())
     assert "inputs in 4 bits and keys and values in 8 bits are left out" in caplog.text
-    for kind, left_out in {"fp8": ("inputs in 8 bits",), "mxfp4": (), "int4": (), "nvfp4_compressed": ()}.items():
+    eight, four = ("inputs in 8 bits",), ("inputs in 4 bits",)
+    for kind, left_out in {
+        "fp8": eight, "fp8_tensor_dense": eight, "fp8_rows": eight, "nvfp4": four, "mxfp4": (), "int4": (),
+        "nvfp4_compressed": (),
+    }.items():  # fmt: skip
         assert read_scheme(FORMATS[kind][1]).left_out == left_out
