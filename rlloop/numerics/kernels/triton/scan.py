@@ -33,16 +33,16 @@ from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
 from rlloop.numerics.kernels.triton.scan_pairs import scan_pairs
 
 CHUNK = 16
-# Of these none decides on bits; measured on an H100.
+# Of these none decides on bits; measured on an H100, or where it says so on an H200.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
 FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # up to so many programs: `scan_pairs`; measured on an H200
-FOUR_COLUMNS, FOUR_PIECE, FOUR_STAGES = 16, 32, 2  # `scan_four`; counted in its machine code, not measured
+FOUR_PIECE, FOUR_STAGES = 32, 2  # of `scan_four`, likewise
 FOUR_KEY = 256  # shared memory has no room for longer keys
 PREPARE_WARPS, PREPARE_STAGES = 1, 3
-DECODE_COLUMNS, DECODE_WARPS, DECODE_STAGES = 32, 2, 3  # a program takes some blocks of so many columns in turn
-DECODE_FEW, DECODE_FEW_PIECE, DECODE_FEW_COLUMNS, DECODE_FEW_WARPS = 160, 64, 32, 2  # as `FEW_PROGRAMS`
-DECODE_PROGRAMS = 4096  # up to so many programs have one block each
+DECODE_COLUMNS, DECODE_PIECE, DECODE_WARPS, DECODE_STAGES = 32, 64, 2, 3  # of a program; measured on an H200
+DECODE_FEW = 160  # up to so many programs read what they can before the launch in front of them is done
+DECODE_PROGRAMS = 4096  # up to so many programs have one block of columns each, more take some in turn
 MADE = 2 * CHUNK * CHUNK + 2 * CHUNK  # of a head and chunk: T, W, a, the last row of D
 ALIGNED = 32  # numbers
 
@@ -90,7 +90,7 @@ def scan(
         early = hopper(q.device)
         requests = aligned(context), aligned(rows)
         ahead = early and few and settled and requests[0] is context and requests[1] is rows  # a copy is a launch
-        columns = min(DECODE_FEW_COLUMNS if few else DECODE_COLUMNS, power_of_two(width, 16))
+        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
         blocks = triton.cdiv(width, columns)
         parts = blocks
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
@@ -98,8 +98,8 @@ def scan(
         decode[(parts, heads, sequences)](
             q, k, v, decay, beta, *requests, states, out, WIDTH=width, COLUMNS=columns,
             BLOCKS=blocks // parts, STAGES=2 if blocks == parts else DECODE_STAGES, EARLY=early, AHEAD=ahead,
-            launch_pdl=early, num_warps=DECODE_FEW_WARPS if few else DECODE_WARPS,
-            **_pieces(key_width, DECODE_FEW_PIECE if few else PIECE), **places, **shape,
+            launch_pdl=early, num_warps=DECODE_WARPS,
+            **_pieces(key_width, DECODE_PIECE), **places, **shape,
         )  # fmt: skip
         return out
     query_start = aligned(query_start)
@@ -117,10 +117,9 @@ def scan(
     )  # fmt: skip
     few = triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS
     if few and not corrects and key_width <= FOUR_KEY:
-        scan_four[(triton.cdiv(width, FOUR_COLUMNS), heads, sequences)](
+        scan_four[(triton.cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-            COLUMNS=FOUR_COLUMNS, STAGES=FOUR_STAGES, num_warps=FOUR_COLUMNS // 4, **_pieces(key_width, FOUR_PIECE),
-            **places, **shape,
+            STAGES=FOUR_STAGES, num_warps=4, **_pieces(key_width, FOUR_PIECE), **places, **shape,
         )  # fmt: skip
         return out
     if few and corrects:

@@ -1,4 +1,4 @@
-"""`scan_chunks` without the delta rule where programs are few: four chunks side by side, a warp each (of 16 columns).
+"""`scan_chunks` without the delta rule where programs are few: four chunks side by side, a warp each.
 
 What a chunk adds to S does not depend on S then: warps make it at once. It crosses through shared memory, so that each
 warp has a part of S for all four chunks, and makes S before each in turn; those cross back, each to its chunk's warp,
@@ -23,52 +23,40 @@ from rlloop.numerics.kernels.triton.scan_products import (
 
 
 @triton.jit
-def _for_columns(x, BLOCKS: tl.constexpr):
-    """Of each chunk, [4, ., .] -> for each of its warps the same."""
-    R: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2]
-    return tl.broadcast_to(x.reshape(4, 1, R, C), (4, BLOCKS, R, C)).reshape(4 * BLOCKS, R, C)
-
-
-@triton.jit
-def _apart(x, COLUMNS: tl.constexpr, PIECE: tl.constexpr):
-    """Tiles of warps, [., 16, K] -> of each chunk a tile [V, K], of which each warp has a part."""
-    even, odd = x.reshape(2, 2, COLUMNS, PIECE).permute(2, 3, 0, 1).split()
+def _apart(x, PIECE: tl.constexpr):
+    """Tiles of warps, [4, V, K] -> of each chunk a tile [V, K], of which each warp has a part."""
+    even, odd = x.reshape(2, 2, 16, PIECE).permute(2, 3, 0, 1).split()
     first, third = even.split()
     second, fourth = odd.split()
     return first, second, third, fourth
 
 
 @triton.jit
-def _together(a, b, c, d, COLUMNS: tl.constexpr, PIECE: tl.constexpr):
+def _together(a, b, c, d, PIECE: tl.constexpr):
     """The other way, without `tl.join`: it is multiplied."""
     chunk = tl.arange(0, 4)[:, None, None]
-    a, b = a.reshape(1, COLUMNS, PIECE), b.reshape(1, COLUMNS, PIECE)
-    c, d = c.reshape(1, COLUMNS, PIECE), d.reshape(1, COLUMNS, PIECE)
-    x = tl.where(chunk < 2, tl.where(chunk == 0, a, b), tl.where(chunk == 2, c, d))
-    return x.reshape(COLUMNS // 4, 16, PIECE)
+    a, b, c, d = a.reshape(1, 16, PIECE), b.reshape(1, 16, PIECE), c.reshape(1, 16, PIECE), d.reshape(1, 16, PIECE)
+    return tl.where(chunk < 2, tl.where(chunk == 0, a, b), tl.where(chunk == 2, c, d))
 
 
 @triton.jit(do_not_specialize=["has_states"])
 def scan_four(
     q, k, v, beta, query_start, context, rows, states, made, begun, out, has_states, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, INVERSES: tl.constexpr, FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr,
-    MADE: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, CORRECTS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, INVERSES: tl.constexpr,
+    FADES: tl.constexpr, SINCE: tl.constexpr, SIZE: tl.constexpr, MADE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of a head's state, and a sequence's chunks, four at a time."""
+    """A program has 16 columns of a head's state, and a sequence's chunks, four at a time."""
     tl.static_assert(not CORRECTS)
     SHARE: tl.constexpr = HEADS // GROUPS
     STRIDE: tl.constexpr = GROUPS * KEY
     ROW: tl.constexpr = HEADS * WIDTH
     SQUARE: tl.constexpr = CHUNK * CHUNK
     SPAN: tl.constexpr = 4 * CHUNK
-    BLOCKS: tl.constexpr = COLUMNS // 16
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = head // SHARE
     begin, known, mine, old, end = step_of(sequence, query_start, context, rows, states, has_states, SIZE, CHUNK)
-    i, n, j = tl.arange(0, PIECE), tl.arange(0, CHUNK), block * COLUMNS + tl.arange(0, COLUMNS)
+    i, n, j = tl.arange(0, PIECE), tl.arange(0, CHUNK), block * 16 + tl.arange(0, 16)
     state_at = mine + (head * WIDTH + j)[:, None] * KEY + i[None, :]
     state = pieces(state_at, (j < WIDTH)[:, None] & (known >= CHUNK), i, KEY, PIECES, PIECE)
     to = made + ((begin // CHUNK + 2 * sequence) * HEADS + head) * MADE
@@ -77,25 +65,22 @@ def scan_four(
     v += ((begin - old) * HEADS + head) * WIDTH
     out += ((begin - old) * HEADS + head) * WIDTH
     beta += (begin - old) * HEADS + head
-    token = tl.arange(0, 4)[:, None] * CHUNK + n[None, :]
+    chunk = tl.arange(0, 4)[:, None]  # and warp
+    token = chunk * CHUNK + n[None, :]
     begun_at = begun + (sequence * CHUNK * GROUPS + group) * KEY + token * STRIDE
-    # Of each warp: its chunk, the tokens, and its columns.
-    warp = tl.arange(0, 4 * BLOCKS)
-    chunk = (warp // BLOCKS)[:, None]
-    warp_token = chunk * CHUNK + n[None, :]
-    column = (block * COLUMNS + (warp % BLOCKS)[:, None] * 16 + n[None, :])[:, :, None]
-    value_at = warp_token[:, None, :] * ROW + column
-    kept_at = mine + VALUES + (head * CHUNK + warp_token)[:, None, :] * WIDTH + column
+    column = j[None, :, None]
+    value_at = token[:, None, :] * ROW + column
+    kept_at = mine + VALUES + (head * CHUNK + token)[:, None, :] * WIDTH + column
     made_at = chunk * (HEADS * MADE) + SQUARE + n[None, :]
     row = turned(turned(n))  # of W, whose rows are turned: turning thrice changes nothing
     weights_at = chunk[:, :, None] * (HEADS * MADE) + SQUARE + row[None, None, :] * CHUNK + n[None, :, None]
     for first in tl.range(0, end, SPAN, num_stages=STAGES):
-        is_old, has_key = first + warp_token < old, first + warp_token < end
+        is_old, has_key = first + token < old, first + token < end
         # r of old rows is kept.
         values = tl.load(
             tl.where(is_old[:, None, :], kept_at, v + value_at), has_key[:, None, :] & (column < WIDTH), 0.0
         )
-        r = values * tl.load(beta + warp_token * HEADS, has_key & ~is_old, 1.0)[:, None, :]
+        r = values * tl.load(beta + token * HEADS, has_key & ~is_old, 1.0)[:, None, :]
         begins, whole = first + chunk * CHUNK < end, first + (chunk + 1) * CHUNK <= end
         weights = tl.load(to + weights_at, begins[:, :, None], 0.0)
         since = tl.load(to + made_at + SQUARE, begins, 0.0)
@@ -108,31 +93,30 @@ def scan_four(
         keys_at = tl.where(first + token < old, begun_at, k + token * STRIDE)[:, :, None] + i[None, None, :]
         queries_at = (q + token * STRIDE)[:, None, :] + i[None, :, None]
         there = (first + token >= old) & (first + token < end)
-        asked_sums = nothing(4 * COLUMNS, CHUNK, 4 * BLOCKS)
+        asked_sums = nothing(64, CHUNK, 4)
         after = ()
         for piece in tl.static_range(PIECES):
             of_key = (piece * PIECE + i < KEY) | (KEY % PIECE == 0)
             inside = (first + token < end)[:, :, None] & of_key[None, None, :]
-            keys = _for_columns(tl.load(keys_at + piece * PIECE, inside, 0.0), BLOCKS)
-            added = written(high, low, keys)
-            adds = _apart(added, COLUMNS, PIECE)
+            added = written(high, low, tl.load(keys_at + piece * PIECE, inside, 0.0))
+            adds = _apart(added, PIECE)
             s, before = state[piece], ()
             for c in tl.static_range(4):
                 before = before + (s,)  # noqa: RUF005
                 s = s * totals[c] + adds[c]
             after = after + (s,)  # noqa: RUF005
-            x = _together(before[0], before[1], before[2], before[3], COLUMNS, PIECE)
+            x = _together(before[0], before[1], before[2], before[3], PIECE)
             # Always true: numbers go to the warps as a product has them, once, and not as two parts each.
-            x = tl.where(block >= 0, straight_tiles(x, 4 * BLOCKS, PIECE, True), added)
-            s_high, s_low = split(straight_tiles(x, 4 * BLOCKS, PIECE))
-            queries = tl.load(queries_at + piece * PIECE, there[:, None, :] & of_key[None, :, None], 0.0)
-            to_high, to_low = split(_for_columns(queries, BLOCKS))
+            x = tl.where(block >= 0, straight_tiles(x, 4, PIECE, True), added)
+            s_high, s_low = split(straight_tiles(x, 4, PIECE))
+            inside = there[:, None, :] & of_key[None, :, None]
+            to_high, to_low = split(tl.load(queries_at + piece * PIECE, inside, 0.0))
             asked_sums = plus(asked_sums, s_high, s_low, to_high, to_low)
         state = after
         high, low = split(r)
         to_high, to_low = split(weights)
         output = since[:, None, :] * summed(asked_sums)
-        output += summed(plus(nothing(4 * COLUMNS, CHUNK, 4 * BLOCKS), high, low, to_high, to_low))
+        output += summed(plus(nothing(64, CHUNK, 4), high, low, to_high, to_low))
         tl.store(out + value_at, output, (has_key & ~is_old)[:, None, :] & (column < WIDTH))
         to += 4 * HEADS * MADE
         q += SPAN * STRIDE
