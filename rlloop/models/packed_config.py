@@ -144,6 +144,8 @@ def with_modelopt(raw: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str
         keys.refuse("quantization", within, "an object")
     quantized = {"quant_method": keys.take("quant_method", "modelopt"), "producer": keys.take("producer"), **within}
     keys.refuse_the_rest()
+    if Keys(within).null("quant_algo"):  # weights are plain, perhaps beside keys and values in 8 bits
+        return dict(raw)
     weights = replace(read_scheme(quantized, MODELOPT, "quantization"), left_out=())
     text = raw.get("text_config")
     places = (raw, text if isinstance(text, dict) else {})

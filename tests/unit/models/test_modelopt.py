@@ -117,6 +117,15 @@ def test_what_the_file_beside_may_not_say(folders, beside: dict[str, Any], messa
         read_config(folders[0])
 
 
+def test_weights_are_plain_where_keys_and_values_alone_are_quantised(folders) -> None:
+    for quantized in (
+        {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        {"quant_algo": None},
+    ):
+        (folders[1] / MODELOPT).write_text(json.dumps({"quantization": quantized}))
+        assert read_config(folders[1]).quantization is None
+
+
 def test_eight_bits_in_groups_of_other_numbers_are_refused() -> None:
     four = {"group_0": {"weights": {**EIGHT, "num_bits": 4}}}
     with pytest.raises(ModelError, match=r"group_0\.weights\.num_bits is 4; supported is 8"):
