@@ -51,7 +51,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ModelError(f"model folder {path} does not exist; {how_to_fetch(path)}")
+        is_no = "is no folder" if path.exists() else "does not exist"
+        raise ModelError(f"model folder {path} {is_no}; {how_to_fetch(path)}")
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"{path} holds an adapter (adapter_config.json), which would not be applied; merge it into the weights, or "

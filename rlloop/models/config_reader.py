@@ -173,7 +173,7 @@ def check_routing(keys: Keys, mixture: MixtureConfig) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     if not isinstance(read, dict):
         raise ModelError(f"{file} holds {type(read).__name__}, not a JSON object")

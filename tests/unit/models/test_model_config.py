@@ -384,9 +384,12 @@ def test_a_folder_that_is_none(tmp_path: Path):
         read_config(tmp_path / "absent")
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json is not JSON"):
-        read_config(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+            read_config(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json is no folder; give a"):
+        read_config(tmp_path / "config.json")
 
 
 def test_an_adapter_beside_the_model_is_not_passed_over(tmp_path: Path):
