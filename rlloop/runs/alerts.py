@@ -137,7 +137,15 @@ def post(webhook: str, text: str, tell: Callable[[str], None]) -> threading.Thre
 
 def check_webhook(webhook: Any, secret: str = "") -> str:
     """Raises `ConfigError` unless it is an http(s) address; `secret`: what the error tells in place of it."""
-    if not isinstance(webhook, str) or not re.fullmatch(r"https?://[^\s/]+\S*", webhook):
+    import httpx
+
+    valid = isinstance(webhook, str) and re.fullmatch(r"https?://[^\s/]+\S*", webhook) is not None
+    if valid:
+        try:
+            httpx.URL(webhook)
+        except httpx.InvalidURL:  # a port that is none, and the like: its text may have a part of the secret
+            valid = False
+    if not valid:
         given = secret or repr(webhook)
         raise ConfigError(f"the webhook of alerts is {given}; it must be an address, as https://hooks.example/...")
     return webhook
@@ -169,7 +177,7 @@ class AlertSink:
             if webhook:
                 raise ConfigError("sinks.alerts has webhook and webhook_env; give one of them")
             webhook = from_environment("sinks.alerts.webhook_env", webhook_env)
-            check_webhook(webhook, f"the address in {webhook_env}")
+            check_webhook(webhook, f"what {webhook_env} holds")
         else:
             instead = "and name an environment variable with the whole address: sinks.alerts.webhook_env=NAME"
             refuse_login("sinks.alerts.webhook", str(webhook), instead)

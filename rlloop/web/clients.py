@@ -21,7 +21,8 @@ from rlloop.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
 BASIC = "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""  # for `authorization`
-BEGINNING, HOST = re.compile(r"[^:/?#]*:?//([^/?#]*)"), re.compile(r"(\[[^]]*\]|[^][:]*)(:\d*)?")  # of an address
+BEGINNING = re.compile(r"(?i:https?:/*|[^:/?#]*:?//)([^/?#]*)")  # of an address, with its host
+HOST = re.compile(r"(\[[^]]*\]|[^][:]*)(:\d*)?")
 PATIENCE, SLOWEST = 60.0, 1024  # an answer's body may take 60 seconds, and one more for every 1,024 bytes
 
 
@@ -109,7 +110,7 @@ def bearer(token: str | None) -> dict[str, str]:
 
 def from_environment(key: str, name: str) -> str:
     """What stands in the environment variable that the configuration's `key` names. Raises `ConfigError`."""
-    if (value := os.environ.get(name)) is None:
+    if (value := os.environ.get(str(name))) is None:
         raise ConfigError(f"{key} names {name!r}, and that environment variable is not set")
     return value
 

@@ -478,7 +478,7 @@ def test_a_server_that_fails_is_named(fails, says):
     "address",
     [
         "http://me:s3cret@judge/x", "https://me:s3/cret@judge/x", "HTTPS://me:s3cret@judge:port/x", "me:s3cret@judge",
-        "http://me:s3?cret@judge/x", "//me:s3cret@judge", "http://[me:s3/cret@judge",
+        "http://me:s3?cret@judge/x", "Http:///me:s3cret@judge", "//me:s3cret@judge", "http://[me:s3/cret@judge",
     ],
 )  # fmt: skip
 def test_an_address_with_a_login_is_refused_and_not_told(address):

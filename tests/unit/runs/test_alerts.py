@@ -57,6 +57,7 @@ def test_what_is_no_condition_is_refused(text):
     [
         ({"when": ["failed"]}, "the webhook of alerts is ''; it must be an address"),
         ({"webhook": "ftp://x", "when": ["failed"]}, "it must be an address"),
+        ({"webhook": "http://x:port/", "when": ["failed"]}, "it must be an address"),
         ({"webhook": "http://x"}, "when is empty"),
         ({"webhook": "http://x", "when": ["nothing"]}, "no condition"),
         ({"webhook": "http://x", "when": ["failed"]}, "let the dashboard send it"),
@@ -71,6 +72,7 @@ def test_an_address_that_is_a_secret_stays_in_the_environment(webhook, tmp_path,
     address, posted = webhook
     monkeypatch.setenv("HOOK", f"{address}/good")
     monkeypatch.setenv("ODD", "me:s3cret")
+    monkeypatch.setenv("NO_PORT", "http://me:s3cret/x@hooks")
     when = ["reward/mean < 0.1"]
     [sink] = make_sinks({"alerts": {"webhook_env": "HOOK", "when": when}}, tmp_path, {})
     sink.log(1, {"reward/mean": 0.05})
@@ -80,7 +82,9 @@ def test_an_address_that_is_a_secret_stays_in_the_environment(webhook, tmp_path,
         ({"webhook": "https://me:s3cret@hooks/x"}, "sinks.alerts.webhook has a login .*webhook_env=NAME"),
         ({"webhook": "http://x", "webhook_env": "HOOK"}, "give one of them"),
         ({"webhook_env": "NONE"}, "sinks.alerts.webhook_env names 'NONE'"),
-        ({"webhook_env": "ODD"}, "the address in ODD; it must be"),
+        ({"webhook_env": 5}, "sinks.alerts.webhook_env names 5"),
+        ({"webhook_env": "ODD"}, "is what ODD holds; it must be an address"),
+        ({"webhook_env": "NO_PORT"}, "is what NO_PORT holds; it must be an address"),
     ):
         with pytest.raises(ConfigError, match=message) as refused:
             check_sinks({"alerts": {**options, "when": when}})
