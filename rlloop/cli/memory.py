@@ -115,10 +115,11 @@ def examine_model(
         )
     else:
         more = "" if offload == "masters" else "--offload, "
+        less = "or a smaller --tokens" if lora else "a smaller --tokens, or --lora RANK, an adapter over frozen weights"
         yield Line(
             False,
             "fits",
-            f"no layout does; {more}more GPUs, a smaller --tokens, or --lora RANK, an adapter over frozen weights",
+            f"no layout does; {more}more GPUs, {less}",
         )
 
 

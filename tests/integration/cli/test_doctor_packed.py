@@ -95,6 +95,8 @@ def test_the_doctor_counts_them_and_says_where_it_cannot(folders, tmp_path, caps
     assert main([*doctor, str(folder), "--lora", "4"]) == 0
     assert "unpacked 0.0" in (printed := capsys.readouterr().out)
     assert "as if they were plain" not in printed
+    assert main(["doctor", "--gpus", "1", "--memory", "1", "--model", str(folder), "--lora", "4"]) == 1
+    assert "no layout does; --offload, more GPUs, or a smaller --tokens\n" in capsys.readouterr().out
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     assert main([*doctor, str(tmp_path), "--lora", "4"]) == 0
     assert "counted as if they were plain, since it is unknown which are" in (printed := capsys.readouterr().out)
