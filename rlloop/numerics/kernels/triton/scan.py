@@ -36,7 +36,7 @@ CHUNK = 16
 # Of these none decides on bits; measured on an H100, or where it says so on an H200.
 PIECE = 32  # numbers of a key at a time
 COLUMNS, MANY_PIECE, STAGES = 64, 16, 2  # of a program of `scan_chunks`, whose warps have 16 columns each
-FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # up to so many programs: `scan_pairs`; measured on an H200
+FEW_PROGRAMS, FEW_PIECE, FEW_STAGES = 320, 16, 3  # most programs of `scan_pairs` and `scan_four`; on an H200
 FOUR_PIECE, FOUR_STAGES = 32, 2  # of `scan_four`, likewise
 FOUR_KEY = 256  # shared memory has no room for longer keys
 PREPARE_WARPS, PREPARE_STAGES = 1, 3

@@ -191,7 +191,7 @@ def of_gates(
     beta, query_start, logs, sums, by_decay, by_beta, sequences, heads, slots, HEADS: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of a chunk's decays and beta what `of_keys` left of them."""
+    """Adds to the gradients of a chunk's decays and beta what `of_queries` and `of_keys` left of them."""
     slot, head = tl.program_id(1), tl.program_id(0)
     first, count = _place(slot, query_start, sequences, CHUNK)
     if count > 0:
