@@ -52,7 +52,7 @@ TILES = {  # 0: the kernel has no such choice
     end_states: Tiles(0, 32, 4, 2),
     of_values: Tiles(0, 32, 4, 2),
     of_queries: Tiles(64, 32, 4, 3),
-    of_keys: Tiles(64, 32, 4, 2),
+    of_keys: Tiles(64, 32, 4, 2),  # as many keys as `of_queries`
     of_gates: Tiles(0, 0, 4, 0),
 }
 

@@ -86,13 +86,12 @@ def scan(
     }  # fmt: skip
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
-        few = triton.cdiv(width, DECODE_COLUMNS) * heads * sequences <= DECODE_FEW
+        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
+        parts = blocks = triton.cdiv(width, columns)
         early = hopper(q.device)
         requests = aligned(context), aligned(rows)
-        ahead = early and few and settled and requests[0] is context and requests[1] is rows  # a copy is a launch
-        columns = min(DECODE_COLUMNS, power_of_two(width, 16))
-        blocks = triton.cdiv(width, columns)
-        parts = blocks
+        kept = settled and requests[0] is context and requests[1] is rows  # a copy is a launch
+        ahead = early and kept and blocks * heads * sequences <= DECODE_FEW
         while parts % 2 == 0 and parts * heads * sequences > DECODE_PROGRAMS:
             parts //= 2
         decode[(parts, heads, sequences)](
