@@ -155,7 +155,7 @@ NORM = "model__norm__weight"
             {NORM: torch.ones(48, dtype=torch.int8)},
             r"model\.norm\.weight has type I8; supported are F64, F32, F16, BF16",
         ),
-        ({NORM: torch.ones(48).to(torch.float8_e4m3fn)}, r"model\.norm\.weight has type F8_E4M3"),
+        ({NORM: torch.ones(48).to(torch.float8_e4m3fn)}, r"model\.norm\.weight is torch\.float8_e4m3fn, and neither"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path, tensors: dict, named: str):
