@@ -160,8 +160,10 @@ def _message(index: int, message: dict[str, Any], served: Served, pictures: list
                 raise BadField("messages", f"messages has more than {MOST_IMAGES} images")
             read.append({"type": "image"})
         else:
-            problem = f"messages[{index}] has the content {content!r:.60}"
-            raise BadField("messages", f'{problem}; it must be text, or a list of {{"type": "text", "text": ...}}')
+            problem = f"messages[{index}] has the content {(part if isinstance(content, list) else content)!r:.60}"
+            pictured = "" if served.images is None else ' and {"type": "image_url", ...}'
+            known = f'{{"type": "text", "text": ...}}{pictured}'
+            raise BadField("messages", f"{problem}; it must be text, or a list of {known}")
     if len(pictures) > before:
         return {**message, "content": read}
     return {**message, "content": "\n".join(part["text"] for part in read)}

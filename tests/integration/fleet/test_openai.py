@@ -473,7 +473,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(running, name, path):
     [
         ([], "messages is empty"),
         ([{"content": "x"}], "role None"),
-        ([{"role": "user", "content": 5}], "content 5"),
+        ([{"role": "user", "content": 5}], "content 5; it must be text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a" * 60}, {"type": "input_audio"}]}],
+            r"messages\[0\] has the content {'type': 'input_audio'}; .* list of {\"type\": \"text\", \"text\": ...}$",
+        ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             "has an image, and this engine's model reads text alone",

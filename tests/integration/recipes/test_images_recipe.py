@@ -262,7 +262,7 @@ def bomb(side: int) -> bytes:
         ([shown(uri(np.zeros((1, 900, 3), np.uint8)))], "900 x 1 pixels; the longer side may be at most 200 times"),
         ([{"type": "text", "text": "<|image_pad|> how many ?"}], "has 1 placeholders .token 5. and 0 images"),
         ([shown(uri(np.zeros((8, 8, 3), np.uint8))), {"type": "text", "text": "<|image_pad|>"}], "2 placeholders"),
-        ([{"type": "input_audio"}], "it must be text, or a list of"),
+        ([TEXT, {"type": "input_audio"}], r"content {'type': 'input_audio'}; .* a list of .*image_url"),
     ],
     ids=range(10),
 )
