@@ -220,10 +220,14 @@ class Model(ModelFacts, nn.Module):
             adapters = self.ops.adapters.renewed()
         return self.ops if adapters is None else self.ops.with_adapters(adapters)
 
+    def own_targets(self) -> dict[str, Target]:
+        """The weights of this rank's layers that adapters can adapt, by name."""
+        heads = None if self.config.latent is None else self.config.num_heads
+        return find_targets(self, self._head_parameter if self.stage.last else None, self.vocabulary, heads)
+
     def adapter_targets(self) -> dict[str, Target]:
         """The weights that adapters can adapt, by name: all of the model's, on each rank."""
-        heads = None if self.config.latent is None else self.config.num_heads
-        own = find_targets(self, self._head_parameter if self.stage.last else None, self.vocabulary, heads)
+        own = self.own_targets()
         if self.stage.whole:
             return own
         with torch.device("meta"):

@@ -209,10 +209,9 @@ def _parts(
 
 def _factors(model: Model, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Shapes of the factors that a model has of an adapter of this rank, and whether these are experts'."""
-    for target in choose_targets(model.adapter_targets(), [ALL]).values():
-        if target.weight is not None:
-            for (first, *others), division in zip(target.shapes(rank), target.divisions, strict=True):
-                yield (first if division is None else division.size, *others), target.experts is not None
+    for target in choose_targets(model.own_targets(), [ALL]).values():
+        for (first, *others), division in zip(target.shapes(rank), target.divisions, strict=True):
+            yield (first if division is None else division.size, *others), target.experts is not None
 
 
 def _nbytes(name: str, live: Tensor, dtype: torch.dtype, packed: Mapping[str, Packing]) -> int:
