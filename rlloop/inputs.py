@@ -70,6 +70,11 @@ class Image:
         return self._patches if isinstance(self._patches, BytePatches) else None
 
     @property
+    def size(self) -> int:
+        """Bytes of the patches as they are held."""
+        return (self._patches.codes if isinstance(self._patches, BytePatches) else self._patches).nbytes
+
+    @property
     def patches(self) -> np.ndarray:
         """[height * width, numbers of a patch] float32. From bytes they are made anew, and not kept."""
         return self._patches.decoded() if isinstance(self._patches, BytePatches) else self._patches
@@ -199,6 +204,15 @@ class ModelInput:
             taken += count
         return cls(list(token_ids), positions, tuple(spans))
 
+    def placed(self) -> ModelInput:
+        """Its tokens and images at the positions of `with_images`. Raises `ConfigError` as that does, and for contents
+        that are not whole images."""
+        indices = [index for span in self.contents for index in range(span.start, span.end)]
+        made = self.with_images(self.token_ids, indices, self.images)
+        if made.contents != self.contents:
+            raise ConfigError(f"ModelInput.contents is {self.contents!r:.80}; each must be the whole of an image")
+        return replace(made, given=self.given)
+
     from_ints = from_ids  # as Tinker's types name it
 
     def to_ints(self) -> list[int]:
@@ -274,17 +288,6 @@ class ModelInput:
         if not spans and (positions == np.arange(begin, end)).all():
             return b""
         return repr((positions.shape, spans)).encode() + np.ascontiguousarray(positions, np.int64).tobytes()
-
-
-def ids_alone(prompts: Sequence[ModelInput | list[int]]) -> list[list[int]]:
-    """The token ids of text prompts, for engines over HTTP. Raises `ConfigError` for images or positions."""
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, ModelInput) and not prompt.is_text:
-            raise ConfigError(
-                f"prompt {index} has images or positions of its own, which engines over HTTP do not accept: set "
-                "launch=local, or launch=ray without fleet=regions"
-            )
-    return [prompt.token_ids if isinstance(prompt, ModelInput) else prompt for prompt in prompts]
 
 
 def as_model_input(prompt: ModelInput | Sequence[int]) -> ModelInput:

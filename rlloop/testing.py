@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlloop.cache import cache_root
-from rlloop.inputs import ids_alone
+from rlloop.inputs import as_model_input
 from rlloop.loop.parts import Parts
 from rlloop.metrics import Mean, Reduction
 from rlloop.parity.asked import Vocabulary
@@ -108,7 +108,8 @@ class FakeEngine:
     ) -> list[Completion]:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         self.generated += len(prompts)
-        return [self._complete(prompt, params) for prompt, params in zip(ids_alone(prompts), each, strict=True)]
+        ids = [as_model_input(prompt).token_ids for prompt in prompts]
+        return [self._complete(prompt, params) for prompt, params in zip(ids, each, strict=True)]
 
     def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
         table = self.policy.logprobs()

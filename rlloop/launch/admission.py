@@ -10,15 +10,16 @@ from rlloop.config.run import ParityMode, RunConfig
 from rlloop.parity.monitor import fingerprint_differences
 from rlloop.protocols import Task
 from rlloop.rollout.fleet.wire import EngineState
-from rlloop.types import SamplingParams
+from rlloop.types import ModelInput, SamplingParams
 
 CANARY_TOKENS = 8
 
 
-def canary_requests(config: RunConfig, task: Task) -> tuple[list[list[int]], list[SamplingParams]]:
-    """`fleet.canary_prompts` of the task's held-out prompts, to be continued by a few tokens each."""
+def canary_requests(config: RunConfig, task: Task) -> tuple[list[ModelInput | list[int]], list[SamplingParams]]:
+    """`fleet.canary_prompts` of the task's held-out prompts with their pictures, to be continued by a few tokens
+    each."""
     rollout = config.rollout
-    prompts = [example.prompt_ids for example in task.eval_examples(max(1, config.fleet.canary_prompts))]
+    prompts = [example.asked for example in task.eval_examples(max(1, config.fleet.canary_prompts))]
     prompts = prompts[: config.fleet.canary_prompts]
     sampling = [
         SamplingParams(

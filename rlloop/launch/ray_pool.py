@@ -196,7 +196,7 @@ class ActorPool:
         settings: PoolSettings,
         record: Record,
         *,
-        canary: tuple[list[list[int]], list[SamplingParams]] = ([], []),
+        canary: tuple[list[ModelInput | list[int]], list[SamplingParams]] = ([], []),
         objection: Objection = lambda trainer, state: None,
     ) -> None:
         """Waits until all workers have started; raises `EngineDied` where one cannot.

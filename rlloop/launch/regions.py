@@ -42,7 +42,7 @@ from rlloop.sync.manifest import load_or_make_key
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import Store, open_store
 from rlloop.trainer import CheckpointStore
-from rlloop.types import SamplingParams
+from rlloop.types import ModelInput, SamplingParams
 from rlloop.web.server import BackgroundServer, Listen, read_token
 
 
@@ -203,7 +203,7 @@ class Reference:
 
     engine: Engine | RemoteEngine
     hardware: str
-    prompts: list[list[int]]
+    prompts: list[ModelInput | list[int]]
     sampling: list[SamplingParams]
 
     def canary(self, version: int) -> Canary | None:
@@ -214,7 +214,7 @@ class Reference:
         return Canary(self.prompts, self.sampling, self.hardware, completions)
 
 
-def _tokens(prompts: list[list[int]], sampling: list[SamplingParams], page: int) -> int:
+def _tokens(prompts: list[ModelInput | list[int]], sampling: list[SamplingParams], page: int) -> int:
     """Of a cache that holds the canary, in pages of `page` tokens."""
     sizes = (len(prompt) + each.max_tokens + page for prompt, each in zip(prompts, sampling, strict=True))
     return max(256, page, sum(sizes))

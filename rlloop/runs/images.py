@@ -11,14 +11,13 @@ import os
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlloop.errors import ConfigError, RunError
-from rlloop.inputs import Image, ModelInput
+from rlloop.inputs import ContentSpan, Image, ModelInput
 
 FOLDER = "images"
 
@@ -69,9 +68,8 @@ class ImageStore:
         """The input of a recorded completion: its prompt, or all up to the last picture that its environment replied.
         Each of `spans` has the tokens (start, end) and the digest of an image. Raises `RunError` as `read`."""
         ids = (prompt_ids + token_ids)[: max(len(prompt_ids), *(span["end"] for span in spans))]
-        positions = [index for span in spans for index in range(span["start"], span["end"])]
-        made = ModelInput.with_images(ids, positions, [self.read(span["digest"]) for span in spans])
-        return replace(made, given=len(prompt_ids))
+        contents = [ContentSpan(**span, image=self.read(span["digest"])) for span in spans]
+        return ModelInput(ids, contents=tuple(contents), given=len(prompt_ids)).placed()
 
     def picture(self, digest: str) -> Path | None:
         """The file to show; None where there is none."""

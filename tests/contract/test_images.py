@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from rlloop import Engine, ModelInput, SamplingParams, load_model, token_logprobs
 from rlloop.errors import ConfigError, ModelError
-from rlloop.inputs import ContentSpan, Image, ids_alone
+from rlloop.inputs import ContentSpan, Image
 from rlloop.models import Model, new_model, save_model
 from rlloop.models.config import parse_config
 from rlloop.models.placement import check_placement
@@ -320,12 +320,6 @@ def test_each_key_is_read_or_refused(folder: Path, changes: dict, message: str) 
 def test_a_new_model_reads_images(folder: Path) -> None:
     made = new_model(json.loads((folder / "config.json").read_text()), seed=0)
     assert token_logprobs(made, inputs()[:1])[0].isfinite().all()
-
-
-def test_prompts_with_images_do_not_go_over_http() -> None:
-    assert ids_alone([[5, 6], ModelInput([7])]) == [[5, 6], [7]]
-    with pytest.raises(ConfigError, match="prompt 1 has images"):
-        ids_alone([[5], prompt_with(TEXT, image(2, 2))])
 
 
 def test_adapters_are_the_decoders_alone(model: Model) -> None:

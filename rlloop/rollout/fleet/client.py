@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import threading
 from collections.abc import Coroutine, Sequence
@@ -20,7 +21,6 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
-from rlloop.inputs import ids_alone
 from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, Fenced, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.wire import (
@@ -33,6 +33,8 @@ from rlloop.rollout.fleet.wire import (
     decode,
     digest_of,
     error_of,
+    pack_prompts,
+    parts_of,
     reading,
     unpack,
 )
@@ -106,11 +108,27 @@ class EngineClient:
         at fault) or `ConfigError` (the request is). If cancelled, it tells the engine to stop.
         """
         names = None if adapters is None or not any(adapters) else list(adapters)
-        given = [prompt.given if isinstance(prompt, ModelInput) else None for prompt in prompts]
-        ask = Ask(
-            ids_alone(prompts), list(sampling), lowest, highest, self._lease.holder, self._lease.term, names,
-            given if any(given) else None,
-        )  # fmt: skip
+        asks = [
+            Ask(
+                **pack_prompts(prompts[part]), sampling=list(sampling[part]), lowest=lowest, highest=highest,
+                holder=self._lease.holder, term=self._lease.term, adapters=names and names[part],
+            )
+            for part in parts_of(prompts)
+        ]  # fmt: skip
+        calls = [asyncio.create_task(self._complete(ask, boot)) for ask in asks]
+        try:
+            completions = [made for answer in await asyncio.gather(*calls) for made in answer]
+        finally:
+            for call in calls:  # one that failed fails all
+                call.cancel()
+        return [
+            dataclasses.replace(made, model_input=prompt)
+            if isinstance(prompt, ModelInput) and not prompt.is_text
+            else made
+            for made, prompt in zip(completions, prompts, strict=True)
+        ]
+
+    async def _complete(self, ask: Ask, boot: str | None) -> list[Completion]:
         key = secrets.token_hex(16)
         headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
         try:

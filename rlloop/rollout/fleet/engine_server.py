@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -166,9 +167,10 @@ class EngineServer:
         if not wire.arrived(request.headers, body):
             return _damaged()
         ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
+        asked = await run_in_threadpool(lambda: ask.asked)
         each = one_for_each(ask.prompts, ask.sampling)
         names = () if ask.adapters is None else adapter_for_each(ask.prompts, ask.adapters)
-        submit = partial(self.service.submit, ask.asked, each, ask.lowest, ask.highest, adapters=names)
+        submit = partial(self.service.submit, asked, each, ask.lowest, ask.highest, adapters=names)
         if ask.holder == self._lease.holder and ask.term < self._lease.term:
             return self._fenced(ask.term)
         key = request.headers.get("idempotency-key")
@@ -186,6 +188,7 @@ class EngineServer:
         completions = await outcome(self.service, request, future, keep=key is not None)
         if completions is None:
             return Response(status_code=LEFT)
+        completions[:] = [replace(each, model_input=None) for each in completions]  # a retry needs no pictures
         answer = wire.Answer([wire.pack(completion) for completion in completions], self.boot)
         return await run_in_threadpool(_packed, answer)
 

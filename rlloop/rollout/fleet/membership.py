@@ -75,7 +75,7 @@ class PoolSettings:
 class Canary:
     """Completions that every engine of a hardware class must reproduce, bit for bit."""
 
-    prompts: list[list[int]]
+    prompts: Sequence[ModelInput | list[int]]
     sampling: list[SamplingParams]
     hardware: str | None = None  # None: unknown; the first engine of each class sets them for the others
     expected: list[Completion] | None = None

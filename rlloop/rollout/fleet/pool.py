@@ -48,8 +48,7 @@ PASSING = (Busy, EngineLost, VersionUnavailable)  # temporary: the engine may be
 class _Batch:
     """One call of `EnginePool.generate`."""
 
-    prompts: Sequence[list[int]]
-    asked: Sequence[ModelInput | list[int]]  # of the same ids
+    prompts: Sequence[ModelInput | list[int]]
     sampling: Sequence[SamplingParams]
     version: int
     completions: list[Completion | None]
@@ -169,7 +168,6 @@ class EnginePool:
     ) -> list[Completion]:
         if not prompts:
             return []
-        asked, ids = prompts, [as_model_input(prompt).token_ids for prompt in prompts]
         if version != self._members.version:
             raise VersionUnavailable(self._members.version, version, version)
         seeded = [
@@ -177,7 +175,7 @@ class EnginePool:
             for params in sampling
         ]  # engines can only repeat a completion with a known seed
         batch = _Batch(
-            ids, asked, seeded, version, [None] * len(ids), asyncio.get_running_loop().create_future(), session
+            prompts, seeded, version, [None] * len(prompts), asyncio.get_running_loop().create_future(), session
         )  # fmt: skip
         self._batches.add(batch)
         self._queue += self._cut(batch)
@@ -211,7 +209,9 @@ class EnginePool:
         size = min(max(size, 1), self.settings.chunk)
         alike: dict[bytes, list[int]] = {}
         for index, prompt in enumerate(batch.prompts):
-            alike.setdefault(repr(prompt[: self.settings.affinity]).encode(), []).append(index)
+            each, first = as_model_input(prompt), self.settings.affinity
+            prefix = repr(each.token_ids[:first]).encode() + each.content_key(0, first)
+            alike.setdefault(prefix, []).append(index)
         chunks: list[_Chunk] = []
         for prefix, indices in alike.items():
             most = max(size, min(self.settings.together, self.settings.chunk))
@@ -292,7 +292,7 @@ class EnginePool:
         batch = chunk.batch
         try:
             completions = await member.client.generate(
-                [batch.asked[index] for index in chunk.indices],
+                [batch.prompts[index] for index in chunk.indices],
                 [batch.sampling[index] for index in chunk.indices],
                 lowest=batch.version,
                 highest=batch.version,

@@ -92,12 +92,13 @@ def trainer_app(
 
     async def generate(request: Request) -> Response:
         ask = parsed(await body_of(request), wire.Ask, packed=True)
+        asked = await run_in_threadpool(lambda: ask.asked)
         each = one_for_each(ask.prompts, ask.sampling)
         have, lowest = pool.version, max(ask.lowest or 0, 0)
         if have < lowest or (ask.highest is not None and have > ask.highest):
             raise VersionUnavailable(have, lowest, ask.highest)
         # Not in the thread pool, which serves the weights and joins that this may wait for.
-        completions = await asyncio.wrap_future(pool.begin(ask.prompts, each, have))
+        completions = await asyncio.wrap_future(pool.begin(asked, each, have))
         answer = wire.Answer([wire.pack(completion) for completion in completions], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 

@@ -2,7 +2,8 @@
 
 POST /rlloop/generate   Ask -> Answer
 
-Content carries a digest (RFC 9530), since plain HTTP may deliver flipped bits; damaged content is sent again.
+Content carries a digest (RFC 9530), since plain HTTP may deliver flipped bits; damaged content is sent again. Each
+picture of an `Ask` comes once, with its own digest; an engine that does not know a field refuses the request.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from rlloop.errors import UNREADABLE, ConfigError, RlloopError
+from rlloop.inputs import BytePatches, ContentSpan, Image, as_model_input
 from rlloop.rollout.errors import BadAnswer
 from rlloop.types import WHOLE, Completion, FinishReason, ModelInput, SamplingParams
 
@@ -26,8 +29,47 @@ CONTENT_TYPE = "application/msgpack"
 LARGEST = 1e-3  # of a logprob: rounding may bring one a little above 0
 DIGEST = "content-digest"
 MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
+MOST_PICTURES = 32 << 20  # bytes of the pictures that a client puts into one request of several prompts
+MOST_FRAMES = 16  # that a picture's bytes may be repeated
 
 T = TypeVar("T")
+Array = tuple[tuple[int, ...], str, bytes]  # shape, type, content
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Picture(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """An `Image` as it is held, without what people look at."""
+
+    digest: str
+    height: Count  # in patches, as the width
+    width: Count
+    patches: Array  # float32, or `BytePatches.codes`
+    numbers: Array | None = None  # `BytePatches.numbers`; None: the patches are the numbers
+    frames: Annotated[Count, msgspec.Meta(le=MOST_FRAMES)] = 1
+
+    @classmethod
+    def of(cls, image: Image) -> Picture:
+        if (made := image.bytes) is None:
+            return cls(image.digest, image.height, image.width, _pack(image.patches))
+        return cls(image.digest, image.height, image.width, _pack(made.codes), _pack(made.numbers), made.frames)
+
+    def image(self) -> Image:
+        """Raises `ConfigError` for arrays that are no picture, and for another picture than the digest's."""
+        try:
+            if self.numbers is None:
+                patches = _held(self.patches, "<f4")
+            else:
+                patches = BytePatches(_held(self.patches, "|u1"), _held(self.numbers, "<f4"), self.frames)
+                if patches.numbers.shape != (patches.codes.shape[1], 256):
+                    raise ValueError(f"{list(patches.numbers.shape)} numbers for bytes {list(patches.codes.shape)}")
+            image = Image(patches, self.height, self.width)
+        except (ValueError, IndexError, OverflowError) as error:
+            raise ConfigError(f"picture {self.digest:.12} cannot be read: {error}") from None
+        if image.digest != self.digest:
+            raise ConfigError(
+                f"picture {self.digest:.12} is another one, {image.digest:.12}: it was damaged or changed"
+            )
+        return image
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -41,15 +83,33 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     term: int = 0
     adapters: list[str | None] | None = None  # names, one each; None: the model as it is
     given: list[int | None] | None = None  # `ModelInput.given` of each; None: all tokens of all prompts were given
+    pictures: list[Picture] = []  # of all prompts, each once
+    contents: list[list[tuple[int, int, str]]] | None = None  # start, end and digest of each prompt's; None: all text
 
     @property
     def asked(self) -> Sequence[ModelInput | list[int]]:
-        """The engine's inputs. Raises `ConfigError` for `given` of another length."""
-        if self.given is None:
+        """The engine's inputs, made anew. Positions are those of `ModelInput.with_images`.
+
+        Raises `ConfigError` for `given` and `contents` of another length, and for pictures that are not what their
+        digests say, or do not fit the prompts. Hashing pictures takes time: not for an event loop.
+        """
+        if self.given is None and self.contents is None:
             return self.prompts
-        if len(self.given) != len(self.prompts):
-            raise ConfigError(f"{len(self.prompts)} prompts came with {len(self.given)} numbers of given tokens")
-        return [ModelInput(ids, given=count) for ids, count in zip(self.prompts, self.given, strict=True)]
+        count = len(self.prompts)
+        given = [None] * count if self.given is None else self.given
+        contents = [[]] * count if self.contents is None else self.contents
+        for what, each in (("numbers of given tokens", given), ("lists of pictures", contents)):
+            if len(each) != count:
+                raise ConfigError(f"{count} prompts came with {len(each)} {what}")
+        images = {picture.digest: picture.image() for picture in self.pictures}
+        made = list[ModelInput]()
+        for ids, tokens, spans in zip(self.prompts, given, contents, strict=True):
+            if missing := [digest for _, _, digest in spans if digest not in images]:
+                raise ConfigError(f"a prompt has picture {missing[0]:.12}, which the request does not bring")
+            own = tuple(ContentSpan(start, end, digest, images[digest]) for start, end, digest in spans)
+            bare = ModelInput(ids, contents=own, given=tokens)
+            made.append(bare.placed() if own else bare)
+        return made
 
 
 class Lease(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,9 +117,6 @@ class Lease(msgspec.Struct, forbid_unknown_fields=True):
 
     holder: str
     term: int
-
-
-Array = tuple[tuple[int, ...], str, bytes]  # shape, type, content
 
 
 class Made(msgspec.Struct, array_like=True):
@@ -166,7 +223,55 @@ def pack(completion: Completion) -> Made:
 
 
 def pack_array(array: np.ndarray | None) -> Array | None:
-    return None if array is None else (array.shape, array.dtype.str, np.ascontiguousarray(array).tobytes())
+    return None if array is None else _pack(array)
+
+
+def _pack(array: np.ndarray) -> Array:
+    return array.shape, array.dtype.str, np.ascontiguousarray(array).tobytes()
+
+
+def _held(packed: Array, kind: str) -> np.ndarray:
+    """Raises `ValueError`."""
+    shape, given, content = packed
+    if given != kind:
+        raise ValueError(f"an array is {given:.20}, and must be {kind}")
+    return np.frombuffer(content, kind).reshape(shape).copy()
+
+
+def pack_prompts(prompts: Sequence[ModelInput | list[int]]) -> dict[str, Any]:
+    """The fields of an `Ask` that have the prompts. Raises `ConfigError` for positions that are not those of text or of
+    `ModelInput.with_images`, which the engine makes, and for contents without their images."""
+    inputs, images = [as_model_input(prompt) for prompt in prompts], dict[str, Image]()
+    for index, each in enumerate(inputs):
+        made, count = each.placed() if each.contents else ModelInput(each.token_ids), len(each)
+        if made.content_key(0, count) != each.content_key(0, count):
+            raise ConfigError(
+                f"prompt {index} has positions of its own, which engines over HTTP do not take: set launch=local, or "
+                "launch=ray without fleet=regions"
+            )
+        images |= {image.digest: image for image in each.images}
+    given = [each.given for each in inputs]
+    contents = [[(span.start, span.end, span.digest) for span in each.contents] for each in inputs]
+    return {
+        "prompts": [each.token_ids for each in inputs],
+        "given": given if any(given) else None,
+        "pictures": [Picture.of(image) for image in images.values()],
+        "contents": contents if images else None,
+    }
+
+
+def parts_of(prompts: Sequence[ModelInput | list[int]]) -> list[slice]:
+    """Cuts prompts into requests whose pictures have at most `MOST_PICTURES` bytes; one prompt may have more."""
+    starts, held, total = [0], set[str](), 0
+    for index, prompt in enumerate(prompts):
+        own = {each.digest: each.size for each in prompt.images} if isinstance(prompt, ModelInput) else {}
+        more = sum(size for digest, size in own.items() if digest not in held)
+        if held and total + more > MOST_PICTURES:
+            starts.append(index)
+            held, total, more = set(), 0, sum(own.values())
+        held |= own.keys()
+        total += more
+    return [slice(start, end) for start, end in pairwise([*starts, len(prompts)])]
 
 
 def unpack(ask: Ask, answer: Answer, vocabulary: int | None = None) -> list[Completion]:
