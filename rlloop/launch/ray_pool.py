@@ -165,18 +165,6 @@ class ActorClient:
         self._fingerprint = await self._call("fingerprint")
 
 
-class _ActorsEngine(PoolEngine):
-    """The engines in actors as one."""
-
-    def __init__(self, pool: EnginePool, fingerprint: dict[str, Any], trainer: Handle) -> None:
-        super().__init__(pool, fingerprint)
-        self._trainer = trainer
-
-    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray] | None:
-        """Those of the trainer's own engine; None where it cannot be asked."""
-        return self._trainer.call("prefill_logprobs", prompts)()
-
-
 Objection = Callable[[Mapping[str, Any], EngineState], str | None]
 
 
@@ -217,7 +205,8 @@ class ActorPool:
             pool.join(name, REGION)
         # Engines that differ among themselves cannot all agree with the trainer.
         differing = {name: each for name, each in zip(clients, prints, strict=True) if each != first}
-        self.engine = _ActorsEngine(pool, {**first, "differing_engines": differing} if differing else first, trainer)
+        self.engine = PoolEngine(pool, {**first, "differing_engines": differing} if differing else first)
+        self.engine.prefill_logprobs = RemoteEngine(trainer).prefill_logprobs
 
     def publish(self, version: int) -> dict[str, float]:
         began = time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlloop.config.fleet import FleetConfig
@@ -59,7 +60,8 @@ def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> It
         room = _tokens(prompts, sampling, page=16)
         own = Engine(model.with_profile(model.profile), max_cache_tokens=room, sleep=sleeps(config.rollout, model))
         take_turns([own], trainer, critic, history)
-        reference = Reference(own, hardware_class(model.fingerprint()), prompts, sampling)
+        reference = Reference(own, hardware_class(model.fingerprint()), prompts, sampling, own.longest - 1)
+        engine.prefill_logprobs = reference.prefill_logprobs
         begin = beside_the_trainer(model, publisher, config.trainer.encode_on_device)
         yield Parts(
             task=prepared.task,
@@ -103,7 +105,9 @@ def ranked_region_parts(
         fingerprint = ranks.call("trainer_fingerprint")()
         vocabulary = read_config(prepared.task.model_folder()).vocab_size
         with fleet_of(config, folder, publisher, vocabulary, fingerprint) as (engine, thread):
-            reference = Reference(RemoteEngine(ranks), hardware_class(fingerprint), prompts, sampling)
+            own, holds = RemoteEngine(ranks), tokens - tokens % config.rollout.page_size  # whole pages
+            reference = Reference(own, hardware_class(fingerprint), prompts, sampling, holds)
+            engine.prefill_logprobs = reference.prefill_logprobs
             begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("publications.anchor")()
             sync = RegionSync(begin, anchor, engine, reference, thread)
             yield remote_parts(config, prepared, folder, ranks, engine, sync, engine.pool.take_metrics)
@@ -205,6 +209,12 @@ class Reference:
     hardware: str
     prompts: list[ModelInput | list[int]]
     sampling: list[SamplingParams]
+    longest: int  # tokens of a prompt that its cache holds
+
+    def prefill_logprobs(self, prompts: Sequence[ModelInput | list[int]]) -> list[np.ndarray] | None:
+        """By this engine, whose bits the canary asks of all; None for prompts that are too long for it."""
+        fit = max(map(len, prompts)) <= self.longest
+        return self.engine.prefill_logprobs(prompts) if fit else None
 
     def canary(self, version: int) -> Canary | None:
         self.engine.set_version(version)

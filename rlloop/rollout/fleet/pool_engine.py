@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+import numpy as np
 
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.fleet.membership import Canary
@@ -14,6 +16,9 @@ from rlloop.types import Completion, ModelInput, SamplingParams
 
 class PoolEngine:
     """A pool as the loop's engine: every request is computed with exactly the version published last."""
+
+    # `rlloop.Engine.prefill_logprobs` of an engine on the trainer's weights, where there is one.
+    prefill_logprobs: Callable[[Sequence[ModelInput | list[int]]], list[np.ndarray] | None] | None = None
 
     def __init__(self, pool: EnginePool, fingerprint: dict[str, Any]) -> None:
         self.pool, self._fingerprint = pool, fingerprint

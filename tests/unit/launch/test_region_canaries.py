@@ -13,6 +13,11 @@ def test_a_canary_fits_into_its_cache_whatever_the_page(page: int) -> None:
     for some in (0, 1, 2):
         tokens = _tokens(prompts[:some], sampling[:some], page)
         engine = Engine(tiny_qwen3(), page_size=page, max_cache_tokens=tokens)
-        canary = Reference(engine, "cpu", prompts[:some], sampling[:some]).canary(3)
+        reference = Reference(engine, "cpu", prompts[:some], sampling[:some], tokens - tokens % page)
+        canary = reference.canary(3)
         assert engine.policy_version == 3
         assert [each.policy_version for each in canary.expected or ()] == [3] * some if canary else some == 0
+        holds = min(reference.longest, engine.limits.positions - 1)
+        [logprobs] = reference.prefill_logprobs([[5] * holds]) or ()
+        assert len(logprobs) == holds - 1
+        assert reference.prefill_logprobs([[5], [5] * (reference.longest + 1)]) is None
