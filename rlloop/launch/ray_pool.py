@@ -184,7 +184,7 @@ class ActorPool:
         settings: PoolSettings,
         record: Record,
         *,
-        canary: tuple[list[ModelInput | list[int]], list[SamplingParams]] = ([], []),
+        canary: tuple[Sequence[ModelInput | list[int]], list[SamplingParams]] = ([], []),
         objection: Objection = lambda trainer, state: None,
     ) -> None:
         """Waits until all workers have started; raises `EngineDied` where one cannot.

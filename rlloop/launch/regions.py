@@ -207,7 +207,7 @@ class Reference:
 
     engine: Engine | RemoteEngine
     hardware: str
-    prompts: list[ModelInput | list[int]]
+    prompts: Sequence[ModelInput | list[int]]
     sampling: list[SamplingParams]
     longest: int  # tokens of a prompt that its cache holds
 
@@ -224,7 +224,7 @@ class Reference:
         return Canary(self.prompts, self.sampling, self.hardware, completions)
 
 
-def _tokens(prompts: list[ModelInput | list[int]], sampling: list[SamplingParams], page: int) -> int:
+def _tokens(prompts: Sequence[ModelInput | list[int]], sampling: list[SamplingParams], page: int) -> int:
     """Of a cache that holds the canary, in pages of `page` tokens."""
     sizes = (len(prompt) + each.max_tokens + page for prompt, each in zip(prompts, sampling, strict=True))
     return max(256, page, sum(sizes))
