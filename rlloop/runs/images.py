@@ -68,7 +68,9 @@ class ImageStore:
         """The input of a recorded completion: its prompt, or all up to the last picture that its environment replied.
         Each of `spans` has the tokens (start, end) and the digest of an image. Raises `RunError` as `read`."""
         ids = (prompt_ids + token_ids)[: max(len(prompt_ids), *(span["end"] for span in spans))]
-        contents = [ContentSpan(**span, image=self.read(span["digest"])) for span in spans]
+        contents = (
+            ContentSpan(span["start"], span["end"], span["digest"], self.read(span["digest"])) for span in spans
+        )
         return ModelInput(ids, contents=tuple(contents), given=len(prompt_ids)).placed()
 
     def picture(self, digest: str) -> Path | None:

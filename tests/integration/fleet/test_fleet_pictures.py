@@ -28,7 +28,9 @@ from rlloop.rollout.fleet.client import EngineClient, RemoteEngine
 from rlloop.rollout.fleet.engine_server import EngineServer
 from rlloop.rollout.fleet.membership import Canary, PoolSettings
 from rlloop.rollout.fleet.pool import http_pool
+from rlloop.rollout.fleet.trainer_server import trainer_app
 from rlloop.runs.folder import read_records, read_rollouts, rollout_files
+from rlloop.sync.store import FolderStore
 from rlloop.types import Completion
 from rlloop.web.server import BackgroundServer, Listen
 from tests.support.command import Command
@@ -94,7 +96,9 @@ def test_a_process_elsewhere_has_a_local_engines_bits(place: Path, servers: list
         check(local, remote.generate(prompts, seeded(len(prompts))))
 
 
-def test_a_pool_repeats_prompts_with_pictures_on_other_engines(place: Path, servers: list[Server]) -> None:
+def test_a_pool_repeats_prompts_with_pictures_on_other_engines(
+    place: Path, servers: list[Server], tmp_path: Path
+) -> None:
     prompts = prompts_of(place / "model") * 4
     local = Engine(load_model(place / "model")).generate(prompts, seeded(len(prompts)))
     noted: list[Any] = []
@@ -104,6 +108,11 @@ def test_a_pool_repeats_prompts_with_pictures_on_other_engines(place: Path, serv
             pool.join(server.url, f"r{index}")
         pool.serve_version(0, Canary(prompts[:2], seeded(2)))
         check(local, pool.generate(prompts, seeded(len(prompts)), 0))
+        trainer = TestClient(trainer_app(FolderStore(tmp_path), pool, lambda _: False, lambda content, step: {}))
+        ask = wire.Ask(sampling=seeded(len(prompts)), **wire.pack_prompts(prompts))  # as another trainer sends it
+        answer = trainer.post("/fleet/generate", content=msgspec.msgpack.encode(ask)).content
+        for here, there in zip(local, wire.unpack(ask, wire.decode(answer, wire.Answer, "it")), strict=True):
+            assert same(here, there)
     assert [event for event in noted if event["event"] == "hedged"]
     for server in servers:
         until(lambda url=server.url: state(url).load == 0)
