@@ -12,6 +12,13 @@ from rlloop.numerics.routing import Routing
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Rope positions divided by a factor (rope_type `linear`; Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Llama3Scaling:
     """Rope frequencies stretched for a longer context, as Llama 3.1 does (rope_type `llama3`)."""
 
@@ -37,7 +44,7 @@ class YarnScaling:
 @dataclass(frozen=True)
 class RopeConfig:
     theta: float
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     share: float = 1.0  # fraction of a head's width, from the first number on, that is rotated; 0: no rope
     # Of positions with three axes (time, height, width), the frequencies that turn by each; they alternate. None: one.
     sections: tuple[int, ...] | None = None

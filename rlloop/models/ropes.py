@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rlloop.errors import ModelError
-from rlloop.models.architecture import Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
+from rlloop.models.architecture import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from rlloop.models.config_reader import Keys, all_are
-
-ROPE_TYPES = ("default", "llama3", "yarn")
-
 
 # architecture -> defaults of missing keys other than theta 10,000 over the whole head, unscaled
 MISSING: dict[str, dict[str, Any]] = {
@@ -60,8 +57,8 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
     )
     older_name = rope.take("type", "default")
     kind = None if rope.null("rope_type") else rope.take("rope_type", older_name)
-    if kind not in ROPE_TYPES:
-        rope.refuse("rope_type", kind, " or ".join(ROPE_TYPES))
+    if kind != "default" and kind not in SCALINGS:
+        rope.refuse("rope_type", kind, " or ".join(("default", *SCALINGS)))
     for name in IMAGES.get(architecture, ()):
         rope.take(name)
     sections = _sections(rope, missing["mrope_section"]) if "mrope_section" in missing else None
@@ -69,7 +66,7 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
         rope.refuse("partial_rotary_factor", share, "at most 1" if architecture in PARTIAL else f"1 for {architecture}")
     if kind == "yarn" and theta <= 1:
         rope.refuse("rope_theta", theta, "above 1 under yarn")
-    scaled = {"llama3": _llama3, "yarn": _yarn}[kind](rope, max_positions) if kind != "default" else None
+    scaled = SCALINGS[kind](rope, max_positions) if kind in SCALINGS else None
     rope.refuse_the_rest()
     return RopeConfig(theta, scaled, share, sections)
 
@@ -81,6 +78,10 @@ def _sections(rope: Keys, default: list[int]) -> tuple[int, ...]:
     if not all_are(sections, int) or len(sections) != 3 or min(sections) < 0:
         rope.refuse("mrope_section", sections, "three whole numbers, of time, height and width")
     return tuple(sections)
+
+
+def _linear(rope: Keys, max_positions: int) -> LinearScaling:
+    return LinearScaling(rope.number("factor"))
 
 
 def _llama3(rope: Keys, max_positions: int) -> Llama3Scaling:
@@ -116,6 +117,9 @@ def _yarn(rope: Keys, max_positions: int) -> YarnScaling:
         truncate=rope.flag("truncate", True),
         score_factor=_mscale(factor, everywhere) ** 2 if everywhere else 1.0,
     )
+
+
+SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -160,7 +164,9 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int, device: str | No
     """cos and sin, [positions, head_dim / 2] float32 each, with transformers' order of operations."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     frequency, factor = 1.0 / (rope.theta**steps), 1.0
-    if isinstance(rope.scaling, Llama3Scaling):
+    if isinstance(rope.scaling, LinearScaling):
+        frequency = frequency / rope.scaling.factor
+    elif isinstance(rope.scaling, Llama3Scaling):
         frequency = _stretched_llama3(frequency, rope.scaling)
     elif isinstance(rope.scaling, YarnScaling):
         frequency, factor = _stretched_yarn(rope.theta, steps, rope.scaling), rope.scaling.attention_factor

@@ -23,6 +23,7 @@ PLAIN_YARN = {name: value for name, value in YARN.items() if "mscale" not in nam
 CASES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA3_ROPE, "original_max_position_embeddings": ORIGINAL},
     "qwen3": PLAIN_YARN,
+    "qwen3_moe": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
     "qwen2": PLAIN_YARN,
     "deepseek_v3": YARN,
     "gpt_oss": {**PLAIN_YARN, "truncate": False},

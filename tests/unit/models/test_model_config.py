@@ -135,7 +135,7 @@ def test_keys_of_older_files_that_change_nothing():
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 4]}}, "rope_parameters.mrope_section"),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "g.rope_type is 'linear'"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "longrope", "factor": 2.0}}, "g.rope_type is 'longrope'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; supported is null or an object"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, "both rope_scaling and rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no rope_parameters.low_freq_factor"),
@@ -209,7 +209,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ({"factor": ...}, "no rope_parameters.factor"),
         ({"beta_fast": "32"}, "beta_fast is '32'"),
         ({"mscale": True}, "mscale is True"),
-        ({"rope_type": None}, "rope_type is null; supported is default or llama3 or yarn"),
+        ({"rope_type": None}, "rope_type is null; supported is default or linear or llama3 or yarn"),
     ],
 )  # fmt: skip
 def test_yarn_that_no_table_follows_from_is_refused_by_name(changes, named):
