@@ -12,13 +12,26 @@ and what to change. A broken invariant of rlloop's own is an `assert`.
 """
 
 import difflib
+import functools
+import threading
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 # Errors of decoders for invalid bytes: text that is not UTF-8 and integers of thousands of digits are ValueErrors, and
 # too deep nesting is a RecursionError.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+_prepare, _preparing = functools.cache(msgspec.msgpack.Decoder), threading.Lock()
+
+
+def readable(kind: type[T]) -> type[T]:
+    """A type that threads decode, prepared by one of them: msgspec 0.22 crashes where two are the first to do so."""
+    with _preparing:
+        _prepare(kind)
+    return kind
 
 
 class RlloopError(Exception):

@@ -14,7 +14,7 @@ import numpy as np
 from rlloop.api.inputs import Chunk as Part
 from rlloop.api.inputs import Chunks, InputReader, Picture
 from rlloop.api.wire import dense_of
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import UNREADABLE, ConfigError, readable
 from rlloop.training.types import AdamParams, CustomLossGraph, CustomLossInput, CustomLossNode, LoraConfig
 from rlloop.training.types import SamplingParams as Sampling
 from rlloop.types import ModelInput
@@ -311,7 +311,7 @@ class Ttl(Body):
 def decoded(body: bytes, kind: type[T]) -> T:
     """A JSON body. Raises `ConfigError`, which says what is wrong and where."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=readable(kind))
     except UNREADABLE as error:
         raise ConfigError(f"the request is no {kind.__name__}: {error}") from None
 

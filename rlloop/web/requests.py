@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import UNREADABLE, ConfigError, readable
 
 MAX_BODY = 64 << 20  # bytes of one request
 MAX_NUMBER = (1 << 63) - 1  # in queries and paths: what SQLite, msgpack and numpy hold
@@ -41,7 +41,7 @@ async def body_of(request: Request) -> bytes:
 def parsed(body: bytes, kind: type[T], *, packed: bool = False) -> T:
     """A body decoded from JSON, or from msgpack if `packed`. Raises `ConfigError`."""
     try:
-        return (msgspec.msgpack if packed else msgspec.json).decode(body, type=kind)
+        return (msgspec.msgpack if packed else msgspec.json).decode(body, type=readable(kind))
     except UNREADABLE as error:
         form = "msgpack" if packed else "JSON"
         raise ConfigError(f"the body must be {form} of {kind.__module__}.{kind.__qualname__}: {error}") from None

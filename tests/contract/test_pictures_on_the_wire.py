@@ -99,6 +99,8 @@ def test_pictures_that_are_not_what_was_sent_are_refused() -> None:
         (changed(bytes_, patches=((24,), "|u1", codes.tobytes()[:24])), "cannot be read"),
         (changed(floats, patches=((24, 96), "|O8", bytes(8 * 24 * 96))), r"an array is \|O8"),
         (changed(floats, patches=wire.pack_array(np.full((24, 96), np.nan, np.float32))), "NaN"),
+        (changed(bytes_, patches=((1 << 40, 3, 0), "|u1", b""), height=1 << 20, width=1 << 20), "have 0 numbers"),
+        (changed(bytes_, patches=((1, 3, 1 << 16), "|u1", bytes(3 << 16)), height=1, width=1), "have 393216"),
         (changed(floats, digest=other), "picture 000000000000 is another one"),
         (sent([bytes_], pictures=[]), f"has picture {digest[:12]}, which the request does not bring"),
         (sent([bytes_], contents=[]), "1 prompts came with 0 lists of pictures"),

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from rlloop.errors import UNREADABLE, ConfigError
+from rlloop.errors import UNREADABLE, ConfigError, readable
 from rlloop.rollout.fleet.generation import LOGPROBS_MODES, BadField, Generation, Piece, Served
 from rlloop.types import Alternatives, SamplingParams
 
@@ -214,7 +214,7 @@ def fields_of(content: dict[str, Any], kind: type[F]) -> F:
                 name, f"{name} is {value!r:.80}: this engine cannot do that; leave it out, or give {allowed}"
             )
     try:
-        return msgspec.convert({name: fields[name] for name in fields.keys() - IGNORED}, kind)
+        return msgspec.convert({name: fields[name] for name in fields.keys() - IGNORED}, readable(kind))
     except msgspec.ValidationError as error:
         match = re.search(r"field `([^`]+)`|at `\$\.(\w+)", str(error))
         raise BadField(match and (match[1] or match[2]), str(error)) from None

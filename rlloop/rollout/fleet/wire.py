@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from rlloop.errors import UNREADABLE, ConfigError, RlloopError
+from rlloop.errors import UNREADABLE, ConfigError, RlloopError, readable
 from rlloop.inputs import BytePatches, ContentSpan, Image, as_model_input
 from rlloop.rollout.errors import BadAnswer
 from rlloop.types import WHOLE, Completion, FinishReason, ModelInput, SamplingParams
@@ -31,6 +31,7 @@ DIGEST = "content-digest"
 MOST_PROMPTS = 1 << 14  # of one request: a third of a second of a core, to check
 MOST_PICTURES = 32 << 20  # bytes of the pictures that a client puts into one request of several prompts
 MOST_FRAMES = 16  # that a picture's bytes may be repeated
+MOST_NUMBERS = 1 << 16  # of a patch: some of them are held at a time, to be hashed
 
 T = TypeVar("T")
 Array = tuple[tuple[int, ...], str, bytes]  # shape, type, content
@@ -63,6 +64,8 @@ class Picture(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
                 if patches.numbers.shape != (patches.codes.shape[1], 256):
                     raise ValueError(f"{list(patches.numbers.shape)} numbers for bytes {list(patches.codes.shape)}")
             image = Image(patches, self.height, self.width)
+            if not 0 < image.shape[1] <= MOST_NUMBERS:  # patches of none may be any number, and without end to hash
+                raise ValueError(f"its patches have {image.shape[1]} numbers, and may have 1 to {MOST_NUMBERS}")
         except (ValueError, IndexError, OverflowError) as error:
             raise ConfigError(f"picture {self.digest:.12} cannot be read: {error}") from None
         if image.digest != self.digest:
@@ -204,7 +207,7 @@ def reading(what: str) -> Iterator[None]:
 def decode(content: bytes, kind: type[T], what: str) -> T:
     """Raises `BadAnswer`."""
     with reading(what):
-        return msgspec.msgpack.decode(content, type=kind)
+        return msgspec.msgpack.decode(content, type=readable(kind))
 
 
 def pack(completion: Completion) -> Made:
