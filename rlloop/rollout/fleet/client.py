@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import secrets
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -115,12 +115,7 @@ class EngineClient:
             )
             for part in parts_of(prompts)
         ]  # fmt: skip
-        calls = [asyncio.create_task(self._complete(ask, boot)) for ask in asks]
-        try:
-            completions = [made for answer in await asyncio.gather(*calls) for made in answer]
-        finally:
-            for call in calls:  # one that failed fails all
-                call.cancel()
+        completions = await _joined(self._complete(ask, boot) for ask in asks)
         return [
             dataclasses.replace(made, model_input=prompt)
             if isinstance(prompt, ModelInput) and not prompt.is_text
@@ -203,6 +198,17 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
     if reply.status_code < 500:
         return ConfigError(message) if error else BadAnswer(f"{message}, as no server of rlloop does")
     return EngineLost(message)
+
+
+async def _joined(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
+    """What all of them return, in order. The first error is raised once the other calls have ended, cancelled."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return [each for results in await asyncio.gather(*tasks) for each in results]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LoopThread:
@@ -303,8 +309,7 @@ class RemoteEngine:
         self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]
     ) -> list[Completion]:
         chunks = [slice(start, start + PROMPTS_PER_CALL) for start in range(0, len(prompts), PROMPTS_PER_CALL)]
-        answers = await asyncio.gather(*(self._call(prompts[chunk], each[chunk], names[chunk]) for chunk in chunks))
-        return [completion for answer in answers for completion in answer]
+        return await _joined(self._call(prompts[chunk], each[chunk], names[chunk]) for chunk in chunks)
 
     async def _call(
         self, prompts: Sequence[ModelInput | list[int]], each: list[SamplingParams], names: list[str | None]

@@ -168,6 +168,8 @@ class EngineServer:
             return _damaged()
         ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
         asked = await run_in_threadpool(lambda: ask.asked)
+        if await request.is_disconnected():  # it may have cancelled a key that was not known yet
+            return Response(status_code=LEFT)
         each = one_for_each(ask.prompts, ask.sampling)
         names = () if ask.adapters is None else adapter_for_each(ask.prompts, ask.adapters)
         submit = partial(self.service.submit, asked, each, ask.lowest, ask.highest, adapters=names)
@@ -183,12 +185,12 @@ class EngineServer:
                 return refusal(422, "key_reused", f"idempotency key {key} came before, with another request")
             if future is None or (future.done() and future.exception() is not None):  # a refusal may have passed
                 future = submit()
+                future.add_done_callback(_without_inputs)
                 self._remembered[key] = (digest, future)
                 self._forget_oldest()
         completions = await outcome(self.service, request, future, keep=key is not None)
         if completions is None:
             return Response(status_code=LEFT)
-        completions[:] = [replace(each, model_input=None) for each in completions]  # a retry needs no pictures
         answer = wire.Answer([wire.pack(completion) for completion in completions], self.boot)
         return await run_in_threadpool(_packed, answer)
 
@@ -341,6 +343,12 @@ class EngineServer:
 def _packed(content: msgspec.Struct) -> Response:
     body = msgspec.msgpack.encode(content)
     return Response(body, media_type=wire.CONTENT_TYPE, headers=wire.digest_of(body))
+
+
+def _without_inputs(future: Future[list[Completion]]) -> None:
+    """Drops the prompts' pictures, which a retry needs no more than a client that has them."""
+    if future.exception() is None:
+        future.result()[:] = [replace(completion, model_input=None) for completion in future.result()]
 
 
 def _damaged() -> Response:

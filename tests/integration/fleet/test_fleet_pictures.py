@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from rlloop import Engine, ModelInput, SamplingParams, load_model
@@ -20,6 +22,7 @@ from rlloop.audit import Extent, verify
 from rlloop.dashboard.live import Dashboard
 from rlloop.dashboard.server import make_app
 from rlloop.errors import ConfigError
+from rlloop.inputs import Image
 from rlloop.models.vision_processor import ImageProcessor
 from rlloop.recipes.images.warm_start import warm_started
 from rlloop.rollout.engine.service import EngineService
@@ -65,10 +68,11 @@ def servers(place: Path) -> Iterator[list[Server]]:
 def prompts_of(folder: Path) -> list[ModelInput | list[int]]:
     """Of files, of numbers, two at once, in a reply, and text; a group has one picture."""
     processor = ImageProcessor.of_folder(folder)
-    first, second = processor.images([picture(seed=1), picture(16, 24, 2)])
+    first, second, third = processor.images([picture(seed=1), picture(16, 24, 2), picture(seed=3)])
+    numbers = Image(third.patches, third.height, third.width)
     group = [prompt_with(TEXT, first, [place]) for place in (5, 6, 7)]
     talk = prompt_with(TEXT, first).followed_by([5, 6]).followed_by(prompt_with([7], second, [8]))
-    return [*group, talk, prompt_with(image(4, 6), TEXT, second), TEXT, prompt_with(second)]
+    return [*group, talk, prompt_with(numbers, TEXT, second), TEXT, prompt_with(second)]
 
 
 def check(mine: list[Completion], theirs: list[Completion]) -> None:
@@ -88,7 +92,8 @@ def seeded(count: int) -> list[SamplingParams]:
 def test_a_process_elsewhere_has_a_local_engines_bits(place: Path, servers: list[Server], monkeypatch) -> None:
     prompts = prompts_of(place / "model")
     local = Engine(load_model(place / "model")).generate(prompts, seeded(len(prompts)))
-    blind = Engine(load_model(place / "model")).generate([prompt_with(TEXT, image(4, 6, 9), [5])], seeded(1))
+    [other] = ImageProcessor.of_folder(place / "model").images([picture(seed=9)])
+    blind = Engine(load_model(place / "model")).generate([prompt_with(TEXT, other, [5])], seeded(1))
     assert not same(local[0], blind[0])  # a picture changes the bits
     with RemoteEngine(servers[0].url, token=TOKEN) as remote:
         check(local, remote.generate(prompts, seeded(len(prompts))))
@@ -130,7 +135,7 @@ def test_a_request_that_is_cancelled_ends_in_all_its_parts(place: Path, servers:
     async def ask() -> None:
         client = EngineClient(url, token=TOKEN)
         call = asyncio.create_task(client.generate(prompts, [longest(max_tokens=200)] * len(prompts)))
-        while (await client.state()).load < len(prompts):
+        while not call.done() and (await client.state()).load < len(prompts):
             await asyncio.sleep(0.001)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -207,8 +212,68 @@ def test_answers_are_kept_without_their_pictures(place: Path) -> None:
     assert made.model_input is not None
     [(_, future)] = server._remembered.values()
     assert [completion.model_input for completion in future.result()] == [None]
+
+    service.pause()
+    server._remembered.clear()
+    asyncio.run(leave(server, background.url, prompts_of(place / "model")[:2]))
+    [(_, future)] = server._remembered.values()
+    service.resume()
+    until(lambda: [completion.model_input for completion in future.result()] == [None, None])
     background.close()
     service.close()
+
+
+async def leave(server: EngineServer, url: str, prompts: list[ModelInput | list[int]]) -> None:
+    """Asks, and is gone before the answer, without cancelling it."""
+    ask = wire.Ask(sampling=seeded(len(prompts)), **wire.pack_prompts(prompts))
+    async with httpx.AsyncClient(base_url=url, headers={"Idempotency-Key": "left"}, trust_env=False) as client:
+        call = asyncio.create_task(client.post("/rlloop/generate", content=msgspec.msgpack.encode(ask)))
+        while not server._remembered:
+            await asyncio.sleep(0.001)
+        call.cancel()
+
+
+def test_of_a_client_that_leaves_while_its_request_is_read_nothing_is_begun() -> None:
+    service: Any = Mock(fingerprint=dict, longest=64, version=0)
+    server = EngineServer(service, name="one")
+    body = msgspec.msgpack.encode(wire.Ask([TEXT], seeded(1)))
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop()
+
+    headers = [(b"idempotency-key", b"left")]
+    asked = Request({"type": "http", "method": "POST", "path": "/rlloop/generate", "headers": headers}, receive)
+    assert asyncio.run(server._generate(asked)).status_code == 499
+    service.submit.assert_not_called()
+
+
+def test_a_part_that_fails_ends_the_others_before_its_error_is_raised(monkeypatch) -> None:
+    """Their keys, too: the engine is told before the client closes."""
+    monkeypatch.setattr(wire, "MOST_PICTURES", 1)
+    monkeypatch.setattr("rlloop.rollout.fleet.client.PROMPTS_PER_CALL", 2)
+    begun, ended, told = list[str](), list[str](), list[str]()
+
+    async def send(method: str, path: str, **request: Any) -> bytes:
+        begun.append(request["headers"]["Idempotency-Key"])
+        if len(begun) == 4:
+            raise ConfigError("the last is refused")
+        try:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        finally:
+            await asyncio.sleep(0.01)  # a connection is being closed
+            ended.append(begun[len(ended)])
+
+    async def forget(key: str) -> None:
+        told.append(key)
+
+    with RemoteEngine("http://engine") as remote:
+        monkeypatch.setattr(remote._client, "_send", send)
+        monkeypatch.setattr(remote._client, "_forget", forget)
+        with pytest.raises(ConfigError, match="the last is refused"):
+            remote.generate([prompt_with(TEXT, image(2, 2, seed)) for seed in range(4)], longest())
+        assert len(ended) == 3
+    assert sorted(told) == sorted(begun[:3])
 
 
 # ---------------------------------------------------------------------------------------------- runs
