@@ -142,8 +142,8 @@ def check_webhook(webhook: Any, secret: str = "") -> str:
     valid = isinstance(webhook, str) and re.fullmatch(r"https?://[^\s/]+\S*", webhook) is not None
     if valid:
         try:
-            httpx.URL(webhook)
-        except httpx.InvalidURL:  # a port that is none, and the like: its text may have a part of the secret
+            valid = (httpx.URL(webhook).port or 0) < 1 << 16
+        except (httpx.InvalidURL, UnicodeError):  # their texts may have a part of the secret
             valid = False
     if not valid:
         given = secret or repr(webhook)

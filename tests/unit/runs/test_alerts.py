@@ -58,6 +58,8 @@ def test_what_is_no_condition_is_refused(text):
         ({"when": ["failed"]}, "the webhook of alerts is ''; it must be an address"),
         ({"webhook": "ftp://x", "when": ["failed"]}, "it must be an address"),
         ({"webhook": "http://x:port/", "when": ["failed"]}, "it must be an address"),
+        ({"webhook": "http://x:65536/", "when": ["failed"]}, "it must be an address"),
+        ({"webhook": "http://x/\udcff", "when": ["failed"]}, "it must be an address"),
         ({"webhook": "http://x"}, "when is empty"),
         ({"webhook": "http://x", "when": ["nothing"]}, "no condition"),
         ({"webhook": "http://x", "when": ["failed"]}, "let the dashboard send it"),
