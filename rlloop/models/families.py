@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from rlloop.models.architecture import DeltaConfig, MambaConfig, MixtureConfig, RopeConfig
+from rlloop.models.architecture import DeltaConfig, LinearScaling, MambaConfig, MixtureConfig, RopeConfig
 from rlloop.models.config_reader import Keys, Own, all_are, check_routing, expert_count
 from rlloop.models.deepseek_families import deepseek, deepseek_sparse, glm_sparse
 from rlloop.numerics.routing import Routing
@@ -223,7 +223,7 @@ def _gpt_oss(keys: Keys, hidden_size: int, num_heads: int, num_layers: int, rope
     count, size = expert_count(keys, "num_local_experts"), keys.count("intermediate_size")
     top_k = keys.count("num_experts_per_tok", 4)
     twins = {"experts_per_token": ("num_experts_per_tok", top_k)}  # which released files repeat under another name
-    if rope.scaling is not None:
+    if rope.scaling is not None and not isinstance(rope.scaling, LinearScaling):
         twins["initial_context_length"] = ("original_max_position_embeddings", rope.scaling.original_positions)
     for name, (twin, said) in twins.items():
         if keys.has(name) and (value := keys.count(name)) != said:

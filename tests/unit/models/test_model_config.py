@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rlloop.errors import ModelError
-from rlloop.models.architecture import Llama3Scaling, RopeConfig
+from rlloop.models.architecture import LinearScaling, Llama3Scaling, RopeConfig
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.ropes import rope_table
 from tests.support.checkpoints import EVERY
@@ -346,6 +346,8 @@ def test_gpt_oss_reads_as_it_was_released() -> None:
     assert parse_config({**GPT_OSS, "layer_types": kinds}).windowed == (3,)
     assert parse_config({**GPT_OSS, "experts_per_token": None, "initial_context_length": None}) == config
     assert parse_config({**GPT_OSS, "rope_scaling": {"rope_type": "default"}}).rope.scaling is None
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert parse_config({**GPT_OSS, "rope_scaling": linear}).rope.scaling == LinearScaling(2.0)
     for changes, named in (
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types.*sliding_attention for each of 4 layers"),
         ({"sliding_window": 0}, "sliding_window is 0"),
