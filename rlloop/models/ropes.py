@@ -57,8 +57,8 @@ def read_rope(keys: Keys, max_positions: int, architecture: str) -> RopeConfig:
     )
     older_name = rope.take("type", "default")
     kind = None if rope.null("rope_type") else rope.take("rope_type", older_name)
-    if kind != "default" and kind not in SCALINGS:
-        rope.refuse("rope_type", kind, " or ".join(("default", *SCALINGS)))
+    if kind not in (kinds := ("default", *SCALINGS)):
+        rope.refuse("rope_type", kind, " or ".join(kinds))
     for name in IMAGES.get(architecture, ()):
         rope.take(name)
     sections = _sections(rope, missing["mrope_section"]) if "mrope_section" in missing else None
