@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlloop.models import Model, new_model
-from rlloop.parallel.context import ParallelContext
+from rlloop.config.layout import World
+from rlloop.models import Model, load_model, new_model
+from rlloop.parallel.context import ParallelContext, join
+from rlloop.parallel.layout import Layout
 from tests.support.traffic import VOCABULARY
 
 CONFIG = {
@@ -24,3 +27,12 @@ CPU = torch.device("cpu")
 
 def model(context: ParallelContext | None = None, more: dict[str, Any] | None = None) -> Model:
     return new_model({**CONFIG, **(more or {})}, seed=0, context=context)
+
+
+def beside(folder: Path, trainer: Layout, engine: Layout) -> tuple[Model, Model]:
+    """A folder's trained model, and its engine's, which shares weights as in `Colocated`."""
+    context, engine_context = (join(CPU, each) for each in (trainer, engine))
+    model = load_model(folder, dtype="bfloat16", context=context)
+    if World.of(trainer, engine).stages_agree:
+        return model, Model(model.config, model.profile, engine_context, weights_of=model)
+    return model, load_model(folder, dtype="bfloat16", context=engine_context)

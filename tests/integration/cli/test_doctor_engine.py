@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from rlloop.cli.main import main
-from rlloop.config.layout import World
-from rlloop.models import Model, load_model
 from rlloop.models.config import read_config
-from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.training.memory import predict
+from tests.support.rank_models import beside
 from tests.support.ranks import run_ranks
 from tests.support.tiny_run import make_model
 
@@ -17,7 +15,6 @@ EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
-CPU = torch.device("cpu")
 PAIRS = [  # of trainer and engine
     (Layout(pp=2), Layout()),
     (Layout(pp=2), Layout(tp=2)),
@@ -33,12 +30,7 @@ def own(folder):
     """Bytes of the engine's weights that are not the trainer's, for each of `PAIRS`; engines are as in `Colocated`."""
     found = []
     for trainer, engine in PAIRS:
-        context, engine_context = (join(CPU, each) for each in (trainer, engine))
-        model = load_model(folder, dtype="bfloat16", context=context)
-        if World.of(trainer, engine).stages_agree:
-            sampled = Model(model.config, model.profile, engine_context, weights_of=model)
-        else:
-            sampled = load_model(folder, dtype="bfloat16", context=engine_context)
+        model, sampled = beside(folder, trainer, engine)
         theirs = {each.untyped_storage().data_ptr() for each in model.parameters()}
         weights = (each for each in sampled.parameters() if each.untyped_storage().data_ptr() not in theirs)
         found.append(sum(each.nbytes for each in weights))

@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from rlloop.cli.main import main
-from rlloop.config.layout import World
 from rlloop.models import Model, load_model
 from rlloop.models.config import read_config
 from rlloop.models.weight_reader import packed_parameters
 from rlloop.numerics.packed import PackedWeight
-from rlloop.parallel.context import join
 from rlloop.parallel.layout import Layout
 from rlloop.training.memory import predict
 from tests.support.packed_models import FORMATS, make_packed, make_packed_images
+from tests.support.rank_models import beside
 from tests.support.ranks import run_ranks
 
-CPU = torch.device("cpu")
 # Of trainer and engine; without experts, that which divides them is left out.
 PAIRS = [(Layout(tp=2), Layout()), (Layout(dp_shard=2, ep=2), Layout(tp=2)), (Layout(pp=2), Layout(tp=2))]
 DENSE = ("nvfp4", "fp8_tensor_dense", "fp8_rows")
@@ -44,12 +42,7 @@ def of_rank(folders: dict[str, Path]) -> dict[str, list[tuple[int, int]]]:
     found: dict[str, list[tuple[int, int]]] = {}
     for kind, folder in folders.items():
         for trainer, engine in pairs(kind):
-            context, engine_context = (join(CPU, each) for each in (trainer, engine))
-            model = load_model(folder, dtype="bfloat16", context=context)
-            if World.of(trainer, engine).stages_agree:
-                sampled = Model(model.config, model.profile, engine_context, weights_of=model)
-            else:
-                sampled = load_model(folder, dtype="bfloat16", context=engine_context)
+            model, sampled = beside(folder, trainer, engine)
             found.setdefault(kind, []).append((held(model), held(model, sampled)))
     return found
 
