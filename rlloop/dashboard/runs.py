@@ -343,7 +343,7 @@ def _has_step(record: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _sum(counts: np.ndarray) -> int:
-    """What is too large for a float counts as the largest."""
+    """The sum as a whole number; one too large for a float is the largest float."""
     return round(float(np.nan_to_num(counts.sum())))
 
 

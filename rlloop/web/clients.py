@@ -109,7 +109,7 @@ def bearer(token: str | None) -> dict[str, str]:
 
 
 def from_environment(key: str, name: str) -> str:
-    """What stands in the environment variable that the configuration's `key` names. Raises `ConfigError`."""
+    """Value of the environment variable `name`, which the configuration's `key` gives. Raises `ConfigError`."""
     if (value := os.environ.get(str(name))) is None:
         raise ConfigError(f"{key} names {name!r}, and that environment variable is not set")
     return value

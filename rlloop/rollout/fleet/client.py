@@ -201,7 +201,7 @@ def _refusal(url: str, reply: httpx.Response) -> RlloopError:
 
 
 async def _joined(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
-    """What all of them return, in order. The first error is raised once the other calls have ended, cancelled."""
+    """The calls' results end to end, in order. The first error is raised once the other calls have ended, cancelled."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return [each for results in await asyncio.gather(*tasks) for each in results]

@@ -53,7 +53,7 @@ from rlloop.rollout.fleet import wire
 from rlloop.rollout.fleet.answering import LEFT, OpenAiRoutes, outcome
 from rlloop.rollout.fleet.generation import BadField, LogprobsMode, Served
 from rlloop.rollout.fleet.text import Tokenizer
-from rlloop.types import Completion
+from rlloop.types import Completion, ModelInput
 from rlloop.web.requests import parsed, refusal, whole_number
 
 REMEMBERED = 1024  # completions in answers that are kept for retries
@@ -166,8 +166,7 @@ class EngineServer:
         body = await request.body()
         if not wire.arrived(request.headers, body):
             return _damaged()
-        ask = await run_in_threadpool(parsed, body, wire.Ask, packed=True)  # thousands of parameters are checked
-        asked = await run_in_threadpool(lambda: ask.asked)
+        ask, asked = await run_in_threadpool(_read, body)  # thousands of parameters are checked, pictures hashed
         if await request.is_disconnected():  # it may have cancelled a key that was not known yet
             return Response(status_code=LEFT)
         each = one_for_each(ask.prompts, ask.sampling)
@@ -343,6 +342,12 @@ class EngineServer:
 def _packed(content: msgspec.Struct) -> Response:
     body = msgspec.msgpack.encode(content)
     return Response(body, media_type=wire.CONTENT_TYPE, headers=wire.digest_of(body))
+
+
+def _read(body: bytes) -> tuple[wire.Ask, Sequence[ModelInput | list[int]]]:
+    """A request, and the engine's inputs."""
+    ask = parsed(body, wire.Ask, packed=True)
+    return ask, ask.asked
 
 
 def _without_inputs(future: Future[list[Completion]]) -> None:
