@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, Protocol, Self
 
@@ -30,6 +30,9 @@ class Reduction(Protocol):
     def value(self) -> Any: ...
 
 
+Number = float | Any  # or a tensor of one number, on a device that need not be waited for yet (`settled`)
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
     """`total / count`, each summed over parts. `count` is the number of tokens, sequences or groups averaged over.
@@ -37,7 +40,7 @@ class Mean:
     Example: `Mean(3.0, 4) + Mean(1.0, 1)` is `Mean(4.0, 5)`, of value 0.8.
     """
 
-    total: float
+    total: Number
     count: float
 
     def __add__(self, other: Mean) -> Mean:
@@ -45,19 +48,19 @@ class Mean:
 
     @property
     def value(self) -> float:
-        return self.total / self.count
+        return float(self.total) / self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    total: float
+    total: Number
 
     def __add__(self, other: Sum) -> Sum:
         return Sum(self.total + other.total)
 
     @property
     def value(self) -> float:
-        return self.total
+        return float(self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,15 @@ class Histogram:
 # Edges of d = ln r: half decades from 1e-6 to 10 on either side of 0, which separate rounding from collapse.
 _HALF_DECADES = tuple(10.0 ** (k / 2) for k in range(-12, 3))
 LOG_RATIO_EDGES = (*(-edge for edge in reversed(_HALF_DECADES)), *_HALF_DECADES)
+
+
+def settled(metrics: Mapping[str, Reduction]) -> dict[str, Reduction]:
+    """With numbers in place of tensors, whose devices are waited for."""
+
+    def number(each: Reduction) -> Reduction:
+        return replace(each, total=float(each.total)) if isinstance(each, Mean | Sum) else each
+
+    return {name: number(each) for name, each in metrics.items()}
 
 
 def merge(mappings: Iterable[Mapping[str, Reduction]]) -> dict[str, Reduction]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlloop.metrics import Reduction
+from rlloop.numerics.transfer import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class LossBatch:
     total_sequences: int  # sequences with at least one unmasked token, of the whole optimizer step
     ref_logprobs: Tensor | None = None  # [N] of a frozen reference policy
     weights: Tensor | None = None  # [N] constant factors of the policy term, from a correction; None: 1 everywhere
+    counts: Sequence[int] | None = None  # unmasked tokens of each sequence, if known: a GPU need not be waited for
     dense: bool = False  # set by `unmasked` alone: no masked token is left, and all is float64
 
     def unmasked(self) -> LossBatch:
@@ -56,8 +59,11 @@ class LossBatch:
         if self.dense:
             return self
 
+        everything = self.counts is not None and sum(self.counts) == len(self.mask)
+        here = slice(None) if everything else self.mask
+
         def keep(values: Tensor) -> Tensor:
-            return values[self.mask].double()
+            return values[here].double()
 
         return replace(
             self,
@@ -66,8 +72,8 @@ class LossBatch:
             old_logprobs=keep(self.old_logprobs),
             rollout_logprobs=keep(self.rollout_logprobs),
             advantages=keep(self.advantages),
-            sequence=self.sequence[self.mask],
-            mask=self.mask[self.mask],
+            sequence=self.sequence[here],
+            mask=self.mask[here],
             ref_logprobs=None if self.ref_logprobs is None else keep(self.ref_logprobs),
             weights=None if self.weights is None else keep(self.weights),
             dense=True,
@@ -76,7 +82,14 @@ class LossBatch:
     @cached_property
     def sequence_lengths(self) -> Tensor:
         """[S] int64: unmasked tokens of each sequence of the micro-batch."""
-        return torch.bincount(self.sequence[self.mask])
+        if self.counts is None:
+            return torch.bincount(self.sequence[self.mask])
+        return on_device(np.trim_zeros(np.asarray(self.counts, np.int64), "b"), self.mask.device)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the micro-batch with at least one unmasked token."""
+        return int((self.sequence_lengths > 0).sum()) if self.counts is None else sum(map(bool, self.counts))
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S], each sequence's sum over its tokens. For an unmasked batch; differentiable.

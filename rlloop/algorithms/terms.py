@@ -45,13 +45,12 @@ def token_mean(batch: LossBatch) -> Share:
 def sequence_mean(batch: LossBatch) -> Share:
     """1 / total_sequences * sum over sequences of the mean over their tokens: every sequence weighs the same."""
     lengths = batch.sequence_lengths
-    return Share(1.0 / lengths[batch.sequence].double(), int((lengths > 0).sum()), batch.total_sequences)
+    return Share(1.0 / lengths[batch.sequence].double(), batch.sequences, batch.total_sequences)
 
 
 def sequence_sum(batch: LossBatch, length: int = 1) -> Share:
     """1 / (total_sequences * length) * sum over tokens: `length` is a constant, not any sequence's own length."""
-    sequences = int((batch.sequence_lengths > 0).sum())
-    return Share(1.0, sequences * length, batch.total_sequences * length)
+    return Share(1.0, batch.sequences * length, batch.total_sequences * length)
 
 
 def clipped_surrogate(
@@ -117,7 +116,7 @@ def finish(
 
     metrics = token_means(batch, of_tokens)
     if share.local:
-        metrics["loss/policy"] = Mean(share.sum(weighted.detach()).item(), share.local)
+        metrics["loss/policy"] = Mean(share.sum(weighted.detach()), share.local)
     return LossOutput(share.sum(total) / share.total, metrics)
 
 
@@ -126,5 +125,4 @@ def token_means(batch: LossBatch, values: dict[str, Tensor]) -> dict[str, Reduct
     count = len(batch.logprobs)
     if not count:
         return {}
-    totals = torch.stack([value.detach().double().sum() for value in values.values()])  # one transfer, not one a metric
-    return {name: Mean(total, count) for name, total in zip(values, totals.tolist(), strict=True)}
+    return {name: Mean(value.detach().double().sum(), count) for name, value in values.items()}

@@ -8,17 +8,8 @@ import numpy as np
 import torch
 
 from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.transfer import on_device
 from rlloop.types import SamplingParams, stop_ids
-
-
-def on_device(array: np.ndarray, device: str | torch.device) -> torch.Tensor:
-    """A copy on `device`; to a GPU from pinned memory, since a pageable copy waits for all queued work."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if torch.device(device).type == "cpu":
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    np.copyto(pinned.numpy(), array)  # by this thread: PyTorch wakes all of its own, milliseconds for 64
-    return pinned.to(device, non_blocking=True)
 
 
 def warp_for(

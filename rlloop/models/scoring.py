@@ -17,6 +17,7 @@ from rlloop.models.shared_prompts import Pieces, shared_tokens, why_not_shared
 from rlloop.models.transformer import Model
 from rlloop.models.vision import PlacedFeatures, check_images, place_features
 from rlloop.numerics.layout import AttentionLayout, LogitsProcessing
+from rlloop.numerics.transfer import on_device
 from rlloop.parallel.cut import share, shares
 from rlloop.parallel.differentiable import gathered
 from rlloop.parallel.progress import tick
@@ -120,7 +121,7 @@ def _replayed(model: Model, rows: Sequence[ScoreRow]) -> Tensor:
                 "replayed; sample with Engine(..., record_choices=True)"
             )
         choices.append(row.routed_experts[: int(row.predict[-1])])
-    return torch.from_numpy(np.concatenate(choices).astype(np.int64)).to(model.context.device)
+    return on_device(np.concatenate(choices).astype(np.int64), model.context.device)
 
 
 def token_logprobs(
@@ -228,7 +229,7 @@ def _score(
     if record is None:
         logprobs, entropies = model.output.token_logprob(hidden, targets, warp)
     else:
-        seeds, positions = (torch.from_numpy(each[own]).to(device) for each in _random_names(used))
+        seeds, positions = (on_device(each[own], device) for each in _random_names(used))
         logprobs, entropies, raw, ids = model.output.token_redraw(
             hidden, targets, warp, seeds if record.draws else None, positions
         )
@@ -258,11 +259,11 @@ def _predicted(
     pieces = Pieces.of(lengths, shared_tokens(used) if sharing else [0] * len(used))
 
     def flat(arrays: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(device)
+        return on_device(np.concatenate(arrays), device)
 
     hidden = model.hidden(
         flat([tokens[row][begin:end] for row, begin, end in pieces.spans]),
-        torch.from_numpy(_positions(used, pieces.spans)).to(device),
+        on_device(_positions(used, pieces.spans), device),
         AttentionLayout.of_families(pieces.families, device),
         routes=routes,
         images=_images(model, used, pieces.spans),
@@ -276,7 +277,7 @@ def _predicted(
         device=device,
         counts=[len(at) for at in picked],
     )
-    before = flat([at - 1 + start for at, start in zip(picked, pieces.starts, strict=True)])
+    before = np.concatenate([at - 1 + start for at, start in zip(picked, pieces.starts, strict=True)])
     scored = [
         row.targets if row.targets is not None else ids[at] for row, ids, at in zip(used, tokens, picked, strict=True)
     ]
@@ -285,10 +286,9 @@ def _predicted(
     rows = shares(sum(lengths), cp.size)
     if routes is not None and cp.size > 1:
         routes.gather(cp, rows)
-    cuts = np.searchsorted(before.cpu().numpy(), np.cumsum([0, *rows]))
-    first = sum(rows[: cp.rank])
-    mine = before[cuts[cp.rank] : cuts[cp.rank + 1]] - first
-    hidden = hidden.index_select(0, mine)
+    cuts = np.searchsorted(before, np.cumsum([0, *rows]))
+    mine = before[cuts[cp.rank] : cuts[cp.rank + 1]] - sum(rows[: cp.rank])
+    hidden = hidden.index_select(0, on_device(mine, device))
     if len(targets) == len(before):
         return hidden, targets, warp, np.diff(cuts).tolist()
     assert cp.size == 1

@@ -20,10 +20,10 @@ from rlloop.errors import ConfigError
 from rlloop.inputs import BytePatches, Image, ModelInput, as_model_input
 from rlloop.models.architecture import ModelConfig, VisionConfig
 from rlloop.models.layers import Linear, Weight
-from rlloop.models.logits_processing import on_device
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.operators.parameters import embedding
 from rlloop.numerics.ops import Ops
+from rlloop.numerics.transfer import on_device
 
 EPS = 1e-6  # of the tower's norms
 COMPARED = 64  # patches of an image, with the numbers of the model's processor

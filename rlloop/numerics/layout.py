@@ -8,7 +8,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+
+from rlloop.numerics.transfer import on_device
 
 SHARED_TILE = 64  # tokens; a shared prefix is a multiple of it, so that no tile of keys has those of two sequences
 VOCABULARY_BLOCK = 4096  # tokens that kernels for GPUs measure apart; ranks that share a vocabulary divide it there
@@ -60,7 +63,7 @@ class AttentionLayout:
         """Whole sequences laid end to end: the trainer's form."""
         start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         start[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0)
-        start = start.to(device)
+        start = on_device(start.numpy(), device)
         return cls(
             query_start=start,
             context=torch.zeros(len(lengths), dtype=torch.int64, device=device),
@@ -94,9 +97,9 @@ class AttentionLayout:
             slots = [*range(prefix, prefix + before, SHARED_TILE), *range(begin, end, SHARED_TILE)]
             row[: len(slots)] = torch.tensor(slots)
         return cls(
-            query_start=torch.tensor(starts, device=device),
-            context=torch.tensor(shared, dtype=torch.int64, device=device),
-            block_start=blocks.to(device),
+            query_start=on_device(np.array(starts, np.int64), device),
+            context=on_device(np.array(shared, np.int64), device),
+            block_start=on_device(blocks.numpy(), device),
             block_size=SHARED_TILE,
             contiguous=True,
             families=tuple(firsts),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlloop.numerics.kernels import kernels_for
+
 
 class TreeSum:
     """A float32 sum of n tensors in a binary tree over their index, stored as at most log2(n) + 1 partial sums.
@@ -24,7 +26,7 @@ class TreeSum:
             if left is None:
                 self._sums[level] = term.clone() if borrowed and level == 0 else term
                 return
-            term = _wide(left).add_(term)
+            term = _added(left, term)
             self._sums[level] = None
         self._sums.append(term.clone() if borrowed and self.count == 1 else term)
 
@@ -33,7 +35,7 @@ class TreeSum:
         total = None
         for left in self._sums:
             if left is not None:
-                total = _wide(left) if total is None else _wide(left).add_(total)
+                total = _wide(left) if total is None else _added(left, total)
         self._sums, self.count = [], 0
         return total
 
@@ -45,6 +47,13 @@ def tree_sum(x: Tensor) -> Tensor:
             x = torch.nn.functional.pad(x, (0, 1))
         x = x[..., 0::2] + x[..., 1::2]
     return x[..., 0] if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _added(left: Tensor, right: Tensor) -> Tensor:
+    """In the memory of `left`, if that is wide."""
+    if left.dtype == right.dtype and left.itemsize == 2:
+        return kernels_for(left.device).wide_sum(left, right)
+    return _wide(left).add_(right)
 
 
 def _wide(x: Tensor) -> Tensor:

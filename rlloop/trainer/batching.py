@@ -15,6 +15,7 @@ from rlloop.algorithms import LossBatch
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
 from rlloop.models.shared_prompts import shared_tokens
+from rlloop.numerics.transfer import on_device
 from rlloop.types import ModelInput, Sample, SamplingParams, as_model_input
 
 
@@ -88,6 +89,7 @@ class StepBatch:
     rollout_logprobs: Tensor | None  # [N] float32
     old_logprobs: Tensor | None  # [N] float32
     mask: Tensor  # [N] bool
+    trained: list[int]  # tokens of each sequence that `mask` keeps
     total_tokens: int  # trained tokens: those that `mask` keeps
     total_sequences: int  # sequences with at least one trained token
     shared: list[int] | None = None  # tokens of each sequence that another of its micro-batch has; None: none shares
@@ -109,6 +111,7 @@ class StepBatch:
             advantages=self.advantages[micro.tokens],
             sequence=self.sequence[micro.tokens] - micro.sequences.start,
             mask=self.mask[micro.tokens],
+            counts=self.trained[micro.sequences],
             total_tokens=self.total_tokens,
             total_sequences=self.total_sequences,
         )
@@ -157,7 +160,7 @@ def make_step_batch(
         )
 
     def flat(arrays: Sequence[np.ndarray] | None) -> Tensor | None:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32, copy=False)).to(device) if arrays else None
+        return on_device(np.concatenate(arrays).astype(np.float32, copy=False), device) if arrays else None
 
     advantages = flat([item.advantages for item in sequences])
     assert advantages is not None
@@ -173,11 +176,12 @@ def make_step_batch(
         rows=rows,
         micro_batches=micro_batches,
         counts=counts,
-        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+        sequence=on_device(np.repeat(np.arange(len(counts)), counts), device),
         advantages=advantages,
         rollout_logprobs=flat(known),
         old_logprobs=flat(old_logprobs),
-        mask=torch.from_numpy(np.concatenate(masks)).to(device),
+        mask=on_device(np.concatenate(masks), device),
+        trained=kept,
         total_tokens=sum(kept),
         total_sequences=sum(count > 0 for count in kept),
         shared=shared if share else None,

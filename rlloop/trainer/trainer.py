@@ -19,7 +19,7 @@ from rlloop.algorithms import Loss, LossOutput
 from rlloop.algorithms.kl import sequence_kl
 from rlloop.config.trainer import KEEPS_OWN, MASTERS_STAY, TrainerConfig
 from rlloop.errors import ConfigError, RunError
-from rlloop.metrics import Reduction, Sum, merge
+from rlloop.metrics import Reduction, Sum, merge, settled
 from rlloop.models import Model, ScoreRow, read_state, save_model, score
 from rlloop.models.adapter_files import read_adapter, save_adapter
 from rlloop.models.prompt_scores import score_prompt
@@ -167,6 +167,7 @@ class Trainer(BesideEngines):
             return (out.loss + penalty).backward
 
         self._collect(step, work)
+        scored = [replace(leaf, metrics=settled(leaf.metrics)) for leaf in scored]
         leaves = all_leaves(scored, self.model)
         metrics = merge(leaf.metrics for leaf in leaves)
         return UpdateResult.of(self.model, step, leaves, metrics, began)
@@ -201,7 +202,7 @@ class Trainer(BesideEngines):
             return partial(torch.autograd.backward, *map(list, zip(*used, strict=True)))
 
         self._collect(step, work)
-        return UpdateResult.of(self.model, step, leaves, _metrics(out), began)
+        return UpdateResult.of(self.model, step, leaves, settled(_metrics(out)), began)
 
     def score(self, rows: Sequence[ScoreRow]) -> Tensor:
         """[N] float32: logprobs of the rows' predicted tokens, to be differentiated in `accumulate`. For one rank."""
@@ -385,4 +386,4 @@ def _both(work: Callable[[MicroBatch], Callable[[], None]], micro: MicroBatch) -
 
 
 def _metrics(out: LossOutput) -> dict[str, Reduction]:
-    return {**out.metrics, "loss/total": Sum(out.loss.item())}
+    return {**out.metrics, "loss/total": Sum(out.loss.detach())}

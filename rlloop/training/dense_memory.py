@@ -15,6 +15,7 @@ from rlloop.trainer.gradients import IN_FLIGHT
 
 WIDE = 4  # bytes of a float32
 LOGITS_ROWS, LOGITS_BYTES, STEP = 2048, 2 << 30, 256  # those of `kernels.triton.token_logprob`, which needs Triton
+KEPT_BYTES = 5 << 30  # that of `kernels.triton.kept_logits`
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,22 @@ def mlp_backward(width: int, inner: int, rows: int, itemsize: int, shares: int, 
 
 
 def head_backward(width: int, vocabulary: int, rows: int, itemsize: int, layout: Layout, trains: bool) -> int:
-    """Bytes of the head's backward: the last sums, hidden states and their gradient 3 b D a row; the weight's gradient
-    in float32; and of one chunk of rows the larger of its logits in float32 with their gradient, and that with the
-    chunk's part of the weight's. Of ranks that share the vocabulary (tp) each also holds the whole weight. Of those
-    that divide tokens (cp) each has, later, its own gradient of the weight, their sum in float32, and pieces of all."""
+    """Bytes of the head's backward: the last sums, hidden states and their gradient 3 b D a row, and the largest of its
+    work. Where the logits' gradients are kept, those of all rows, b V a row (of a frozen weight hidden states in their
+    place), and the larger of one chunk's logits in float32 and, behind them, the weight's gradient and float32 products
+    of a row. Else the weight's gradient in float32; and of one chunk of rows the larger of its logits in float32 with
+    their gradient, and that with the chunk's part of the weight's. Of ranks that share the vocabulary (tp) each also
+    holds the whole weight. Of those that divide tokens (cp) each has, later, its own gradient of the weight, their sum
+    in float32, and pieces of all."""
     held = -(-vocabulary // layout.tp)
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (WIDE * vocabulary)))
     chunk = min(rows, step // STEP * STEP or step) * held
     weight = held * width * trains
     work = WIDE * weight + itemsize * chunk + WIDE * max(chunk, weight)
+    kept = itemsize * rows * (vocabulary if trains else width)
+    if layout.tp == 1 and itemsize < WIDE and not (trains and kept > KEPT_BYTES):
+        behind = itemsize * weight + (WIDE + itemsize) * rows * width
+        work = kept + max((WIDE + itemsize * (not trains)) * chunk, behind)
     work += itemsize * vocabulary * width if layout.tp > 1 else 0
     gathered = weight * (itemsize + WIDE) + min(IN_FLIGHT, weight * itemsize * layout.cp) if layout.cp > 1 else 0
     return 3 * itemsize * rows * width + max(work, gathered)

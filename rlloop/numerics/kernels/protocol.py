@@ -64,6 +64,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def wide_sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """Two gradients of one type -> their sum in float32, into which they are widened first."""
+        ...
+
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
         ...
@@ -350,6 +354,11 @@ class Kernels(Protocol):
 
         `terms`: z, up, slots and ranks of the head's adapters, or four times None.
         """
+        ...
+
+    @property
+    def kept_token_logprob(self) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None:
+        """`token_logprob` without terms, differentiable, that keeps the logits' gradients; None where it does not."""
         ...
 
     def token_logprob_backward(

@@ -37,8 +37,7 @@ def token_logprob(
     A row whose logits hold no distribution (NaN, +inf, all of them −inf) gives NaN.
     """
     check_targets(targets, len(weight))
-    processed = dense(processing, len(weight), targets)
-    return _token_logprob(hidden, weight, targets, *processed, None, None, False, *terms_of(hidden, adapted))[:2]
+    return _scored(hidden, weight, targets, processing, None, None, False, adapted)[:2]
 
 
 def token_redraw(
@@ -55,12 +54,22 @@ def token_redraw(
     A row without a distribution draws −1, and so does one whose seed is negative.
     """
     check_targets(targets, len(weight))
-    logprobs, entropies, raw, ids = _token_logprob(
-        hidden, weight, targets, *dense(processing, len(weight), targets), seeds, None if seeds is None else positions,
-        not processing.plain, *terms_of(hidden, adapted),
-    )  # fmt: skip
+    drawn_at = None if seeds is None else positions
+    logprobs, entropies, raw, ids = _scored(
+        hidden, weight, targets, processing, seeds, drawn_at, not processing.plain, adapted
+    )
     drawn = torch.full_like(targets, -1) if seeds is None else torch.where(seeds < 0, -1, ids)
     return logprobs, entropies, logprobs.detach() if processing.plain else raw, drawn
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, targets: Tensor, processing: LogitsProcessing, seeds: Tensor | None,
+    positions: Tensor | None, raw: bool, adapted: Adapted,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Kernels.token_logprob`, differentiable."""
+    inputs = hidden, weight, targets, *dense(processing, len(weight), targets), seeds, positions, raw
+    keeps = None if adapted is not None else kernels_for(hidden.device).kept_token_logprob
+    return (keeps and keeps(*inputs)) or _token_logprob(*inputs, *terms_of(hidden, adapted))
 
 
 def terms_of(hidden: Tensor, adapted: Adapted) -> tuple[Tensor | None, ...]:

@@ -14,8 +14,8 @@ from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_slots import LoadedAdapter
 from rlloop.models.adapter_weights import AdapterWeights
-from rlloop.models.logits_processing import on_device
 from rlloop.numerics.layout import AdapterSlots
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.engine.request import RequestTable
 from rlloop.rollout.engine.scheduler import EngineStats
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlloop.models import Model, RoutingRecord
-from rlloop.models.logits_processing import on_device
 from rlloop.models.stages import Stage
+from rlloop.numerics.transfer import on_device
 
 Choices = tuple[np.ndarray | None, np.ndarray | None]  # experts [tokens, layers, top_k], selections [tokens, layers]
 

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.logits_processing import warp_for
 from rlloop.models.prompt_scores import likeliest
 from rlloop.numerics.layout import LogitsProcessing
 from rlloop.numerics.operators.distribution import check_drawn
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.engine.graphs import packed
 from rlloop.rollout.engine.scheduler import ScheduledStep, Scheduler
 from rlloop.types import SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rlloop.models.logits_processing import on_device
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.engine.request import RequestTable
 from rlloop.rollout.engine.scheduler import ScheduledStep
 

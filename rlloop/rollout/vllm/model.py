@@ -14,9 +14,9 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from rlloop.models import RoutingRecord
-from rlloop.models.logits_processing import on_device
 from rlloop.models.parameters import ParameterStore
 from rlloop.numerics.layout import AdapterSlots
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.engine.choice_store import ChoiceStore
 from rlloop.rollout.vllm.attention import GpuStore, PagedStore, PagedStores, StepMetadata
 from rlloop.rollout.vllm.gpu_graphs import StepGraphs

@@ -16,8 +16,9 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
 from rlloop.models import Model
-from rlloop.models.logits_processing import on_device, warp_for
+from rlloop.models.logits_processing import warp_for
 from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.vllm.requests import RAW, RAW_ID
 from rlloop.types import SamplingParams
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlloop.models.logits_processing import on_device
 from rlloop.numerics.layout import RecurrentState
+from rlloop.numerics.transfer import on_device
 
 
 class RequestStates:

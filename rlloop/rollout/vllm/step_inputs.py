@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from rlloop.models.logits_processing import on_device
 from rlloop.models.vision import PlacedFeatures
 from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.transfer import on_device
 from rlloop.rollout.engine.adapters import EngineAdapters
 from rlloop.rollout.engine.feature_cache import FeatureCache
 from rlloop.rollout.engine.request import rope_positions

@@ -11,6 +11,7 @@ import pytest
 CASES = {
     "one adapter": ["tests/support/emulated_launches.py"],
     "draws": ["tests/support/emulated_draws.py"],
+    "logits": ["tests/support/emulated_logits.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],

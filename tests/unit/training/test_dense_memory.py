@@ -82,11 +82,13 @@ def test_what_gpus_measured(tokens: int, offloaded: bool, cp: int, measured: flo
 
 def test_chunks_of_logits_are_those_of_a_gpu() -> None:
     pytest.importorskip("triton", reason="the module has Triton's kernels")
-    from rlloop.numerics.kernels.triton import linear, token_logprob
+    from rlloop.numerics.kernels.triton import kept_logits, linear, token_logprob
 
     assert (
-        token_logprob.LOGITS_ROWS, token_logprob.LOGITS_BYTES, linear.STEPS[1],
-    ) == (dense_memory.LOGITS_ROWS, dense_memory.LOGITS_BYTES, dense_memory.STEP)  # fmt: skip
+        token_logprob.LOGITS_ROWS, token_logprob.LOGITS_BYTES, linear.STEPS[1], kept_logits.KEPT_BYTES,
+    ) == (
+        dense_memory.LOGITS_ROWS, dense_memory.LOGITS_BYTES, dense_memory.STEP, dense_memory.KEPT_BYTES,
+    )  # fmt: skip
 
 
 def test_the_head_of_a_short_micro_batch_takes_most() -> None:
@@ -98,4 +100,6 @@ def test_the_head_of_a_short_micro_batch_takes_most() -> None:
     assert "activations" not in short
     assert short["head"] == 3 * 2 * 32768 * 1024 + 4 * weight + (2 + 4) * chunk
     assert "head" not in long
-    assert parts(32768, lora=8)["head"] == 3 * 2 * 32768 * 1024 + (2 + 4) * chunk
+    assert parts(32768, lora=8)["head"] == 4 * 2 * 32768 * 1024 + (2 + 4) * chunk
+    kept = 2 * 16384 * 151936  # the logits' gradients of all rows
+    assert parts(16384)["head"] == 3 * 2 * 16384 * 1024 + kept + 4 * chunk

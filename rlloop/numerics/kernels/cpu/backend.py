@@ -49,6 +49,7 @@ from rlloop.numerics.kernels.cpu.products import (
     product,
     squares_of_rows,
     sum_of_rows,
+    wide_sum,
 )
 from rlloop.numerics.kernels.cpu.recurrence import (
     causal_conv,
@@ -63,5 +64,5 @@ from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_b
 keep_freed()
 
 gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = adapted_products = add_layer_norm = None
-sample_part = None
+sample_part = kept_token_logprob = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})

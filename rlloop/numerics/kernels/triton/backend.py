@@ -38,6 +38,7 @@ from rlloop.numerics.kernels.triton.experts import experts as gated_experts
 from rlloop.numerics.kernels.triton.experts import fp8_gated_experts, head_linear
 from rlloop.numerics.kernels.triton.fp8 import fp8_dequantised, fp8_product, fp8_rows
 from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
+from rlloop.numerics.kernels.triton.kept_logits import kept_token_logprob
 from rlloop.numerics.kernels.triton.launch import strict_products
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
@@ -61,6 +62,7 @@ from rlloop.numerics.kernels.triton.token_logprob import (
     token_logprob,
     token_logprob_backward,
 )
+from rlloop.numerics.kernels.triton.wide_sum import wide_sum
 from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.packed import is_packed
 

@@ -359,9 +359,10 @@ class Rows:
         return logprobs, entropies, stats
 
     def gradient(
-        self, targets: Tensor, entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        out = torch.empty_like(self.logits, dtype=dtype)
+        self, targets: Tensor, entropies: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor, dtype: torch.dtype,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = torch.empty_like(self.logits, dtype=dtype) if out is None else out
         stats = self.score(targets)[2]
         arguments = (aligned(x) for x in (targets, entropies, grad_logprobs, grad_entropies))
         grid = (self.count, self.blocks["BLOCKS"])

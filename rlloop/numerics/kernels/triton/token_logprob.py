@@ -47,8 +47,9 @@ def _measured(
 def token_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor,
     seeds: Tensor | None, positions: Tensor | None, raw: bool, *terms: Tensor | None,
+    keep: Callable[[slice, Rows], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds)"""
+    """(logprobs, entropies, raw logprobs if asked for, ids where there are seeds). `keep` is called with each chunk."""
     logprobs, entropies, raws = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
     ids = torch.empty_like(targets)
     for rows, measured in _chunks(hidden, weight, settings, banned_start, banned_ids, terms, raw):
@@ -57,6 +58,8 @@ def token_logprob(
             raws[rows] = measured.score(targets[rows], raw=True)[0]
         if seeds is not None and positions is not None:
             ids[rows] = measured.draw(seeds[rows], positions[rows])
+        if keep is not None:
+            keep(rows, measured)
         del measured
     return logprobs, entropies, raws if raw else raws[:0], ids if seeds is not None else ids[:0]
 

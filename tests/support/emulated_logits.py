@@ -1,0 +1,76 @@
+"""Gradients of logprobs whose logits' gradients are kept from the forward: those of float64, to bfloat16's rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlloop.numerics import operators
+from rlloop.numerics.kernels.triton import kept_logits
+from rlloop.numerics.kernels.triton.wide_sum import wide_sum
+from rlloop.numerics.layout import LogitsProcessing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, WIDTH, VOCABULARY = 9, 32, 300
+CLOSE = 0.008  # of a gradient's norm: numbers are rounded twice to 8 bits on the way
+
+
+def inputs(trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, generator=generator).bfloat16().to(DEVICE) for n in (ROWS, VOCABULARY))
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator).to(DEVICE)
+    scale = torch.randn(ROWS, generator=generator).to(DEVICE)
+    scale[2] = 0
+    return hidden.requires_grad_(), weight.requires_grad_(trains), targets, scale
+
+
+def exact(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    hidden, weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
+    loss = (logprobs.gather(1, targets[:, None])[:, 0] * scale.double()).sum()
+    return torch.autograd.grad(loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("trains", [True, False])
+def test_gradients_are_float64s(trains: bool, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, scale = inputs(trains)
+    warm = torch.full((ROWS,), temperature, device=DEVICE)
+    processing = LogitsProcessing(temperature=None if temperature == 1 else warm)
+    with torch.no_grad():
+        expected = operators.token_logprob(hidden, weight, targets, processing)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("the logits were made again")
+
+    monkeypatch.setattr(kept_logits, "token_logprob_backward", never)
+    found = operators.token_logprob(hidden, weight, targets, processing)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    (found[0] * scale).sum().backward()
+    wanted = exact(hidden, weight, targets, scale, temperature)
+    for parameter, gradient in zip((hidden, weight)[: 1 + trains], wanted, strict=False):
+        assert (parameter.grad.double() - gradient).norm() < CLOSE * gradient.norm()
+    assert hidden.grad[2].count_nonzero() == 0
+    assert trains or weight.grad is None
+
+
+def test_a_loss_of_entropies_makes_logits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets, scale = inputs(False)
+    logprobs, entropies = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    (of_both,) = torch.autograd.grad((logprobs * scale).sum() + entropies.sum(), hidden)
+    monkeypatch.setattr(kept_logits.torch, "is_grad_enabled", lambda: False)  # as if nothing could be kept
+    logprobs, entropies = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    (again,) = torch.autograd.grad((logprobs * scale).sum() + entropies.sum(), hidden)
+    assert torch.equal(of_both, again)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_narrow_sums_are_widened_first(rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(rows, 129, generator=generator).bfloat16().to(DEVICE) for _ in range(2))
+    made = wide_sum(left.T, right.T)
+    assert made.dtype == torch.float32
+    assert torch.equal(made, left.T.float() + right.T.float())
