@@ -31,7 +31,8 @@ def exact(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, temper
     hidden, weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
     logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
     loss = (logprobs.gather(1, targets[:, None])[:, 0] * scale.double()).sum()
-    return torch.autograd.grad(loss, (hidden, weight))
+    of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
+    return of_hidden, of_weight
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
