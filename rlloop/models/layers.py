@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from rlloop.models.peer_gathers import PeerGathers, peers_among, peers_of
 from rlloop.models.routing_record import RoutingRecord
@@ -147,6 +150,28 @@ def normed(x: Tensor, norm: Norm, eps: float, residual: Tensor | None, step: Ste
     return made or step.ops.rms_norm(x, norm.scale, eps, residual)
 
 
+def saved_as_made(made: Tensor, make: Callable[..., Tensor], *of: Tensor, step: Step) -> AbstractContextManager[Any]:
+    """Where `made`, which is `make(*of)`, is saved for a gradient on a GPU, nothing is held but `of`, and it is made
+    again: of an MLP's activation at the cost of reading what its own gradient reads as well. Not in a layer that is
+    made again as a whole."""
+    if not (made.is_cuda and torch.is_grad_enabled()) or step.recomputed:
+        return nullcontext()
+    return made_again(made, make, *of)
+
+
+def made_again(made: Tensor, make: Callable[..., Tensor], *of: Tensor) -> AbstractContextManager[Any]:
+    held, address, shape = [each.detach() for each in of], made.data_ptr(), made.shape
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if saved.data_ptr() == address and saved.shape == shape else saved
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return make(*held) if saved is None else saved
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 class PlainMlp(nn.Module):
     """An MLP without a gate: `down relu(up x) ** 2`."""
 
@@ -157,8 +182,10 @@ class PlainMlp(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        inner = step.ops.relu_squared(self.up_proj(x, step.ops))
-        return self.down_proj.whole(inner, step.ops, self.inner, unread=step.unread)
+        ops, up = step.ops, self.up_proj(x, step.ops)
+        inner = ops.relu_squared(up)
+        with saved_as_made(inner, ops.relu_squared, up, step=step):
+            return self.down_proj.whole(inner, ops, self.inner, unread=step.unread)
 
 
 class Mlp(nn.Module):
@@ -186,6 +213,8 @@ class Mlp(nn.Module):
                 whole = peers.gated(x, gate.weight, up.weight, self.inner, self.down_proj.peers(x, ops) is peers)
                 return self.down_proj.whole(whole, ops, then_norm=self.then_norm)
             gated = ops.gated_linear(x, gate.weight, up.weight)
-        else:
-            gated = ops.silu_mul(gate(x, ops), up(x, ops))
-        return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
+            return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
+        halves = gate(x, ops), up(x, ops)
+        gated = ops.silu_mul(*halves)
+        with saved_as_made(gated, ops.silu_mul, *halves, step=step):
+            return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)

@@ -55,14 +55,15 @@ class _KeptLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None, *_: Any) -> Any:
         *inputs, entropies = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # or it would be held until the whole backward has ended
         hidden, weight, whole = *inputs[:2], ctx.needs_input_grad[1]
         scale = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
         if of_entropies is not None:
-            del ctx.kept
+            del kept
             grads = token_logprob_backward(*inputs, entropies, scale, of_entropies, whole)
             return grads[0], grads[1] if whole else None, *[None] * 7
-        of_hidden = torch.mm(ctx.kept, weight) if whole else ctx.kept
-        of_weight = torch.mm(ctx.kept.T, _scaled(hidden, scale)) if whole else None
+        of_hidden = torch.mm(kept, weight) if whole else kept
+        of_weight = torch.mm(kept.T, _scaled(hidden, scale)) if whole else None
         return _scaled(of_hidden, scale), of_weight, *[None] * 7
 
 
