@@ -32,7 +32,7 @@ MOST_ANSWER = 1 << 16  # bytes of an answer, which is not read
 
 def check_certificate(config: CertificateConfig) -> None:
     """Raises `ConfigError` for a key that cannot be read, a witness's file in a folder that does not exist, a login in
-    its address, or a token that is not there."""
+    its address, or a token that is not there or that nothing would send."""
     if config.key is not None:
         load_key(Path(config.key))
     if config.witness is not None and _is_address(config.witness):
@@ -40,10 +40,16 @@ def check_certificate(config: CertificateConfig) -> None:
 
         refuse_login("certificate.witness", config.witness, f"set certificate.token_env=LOGIN, and {BASIC}")
         authorization("certificate.token_env", config.token_env)
-    elif config.witness is not None and not Path(config.witness).parent.is_dir():
+        return
+    if config.witness is not None and not Path(config.witness).parent.is_dir():
         raise ConfigError(
             f"certificate.witness is {config.witness!r}; it must be an http:// or https:// address, or a file in an "
             "existing folder"
+        )
+    if config.token_env is not None:
+        raise ConfigError(
+            f"certificate.token_env is {config.token_env!r}, and certificate.witness is no address that it could be "
+            "sent to; set certificate.witness=https://..., or leave token_env out"
         )
 
 

@@ -38,3 +38,10 @@ def test_a_login_is_refused_and_a_token_is_sent_from_the_environment(tmp_path, m
         Attestor(config, tmp_path, pytest.fail)(Statement("run", 1, "head", "checkpoint"))
         server.shutdown()
     assert sent == ["Basic bWU6cGFzcw=="]
+
+
+@pytest.mark.parametrize("witness", [None, "heads.jsonl"])
+def test_a_token_that_nothing_would_send_is_refused(tmp_path, witness):
+    config = CertificateConfig(witness=witness and str(tmp_path / witness), token_env="LOGIN")
+    with pytest.raises(ConfigError, match=r"token_env is 'LOGIN', .* set certificate.witness=https://"):
+        check_certificate(config)
