@@ -34,7 +34,7 @@ RESUMABLE = (
     *(f"fleet.{name}" for name in ("engines.", *vars(FleetConfig())) if name != "max_version_lag"),
 )
 LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")  # user:password@ of an address
-ADDRESSES = ("url", "sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness")  # had logins once
+ADDRESSES = ("url", "sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness", "fleet.store")  # had logins once
 # Keys that affect the engine's work but not its bits, as long as parity is enforced.
 RESUMABLE_UNDER_CONTRACT = tuple(
     f"rollout.{key}" for key in ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")

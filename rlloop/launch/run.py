@@ -93,6 +93,10 @@ def train(job: Job, console: Console, leader: Leader | None = None) -> int:
         if note := crowd(job.config, 1 if leader is None else leader.here.neighbours or 1):
             say(note)
         check_certificate(job.config.certificate)
+        if job.config.fleet.store is not None:
+            from rlloop.sync.store import check_store  # brings an HTTP client
+
+            check_store(job.config.fleet.store)
         compile_if_new(job.config, say)
         folder = stack.enter_context(RunFolder(job.folder))
         config_digest = folder.adopt(job.plain)

@@ -35,18 +35,19 @@ def check_certificate(config: CertificateConfig) -> None:
     its address, or a token that is not there or that nothing would send."""
     if config.key is not None:
         load_key(Path(config.key))
-    if config.witness is not None and _is_address(config.witness):
+    posted, witness = _is_address(config.witness or ""), config.witness
+    if witness is not None and (posted or not Path(witness).parent.is_dir()):
         from rlloop.web.clients import BASIC, authorization, refuse_login
 
-        refuse_login("certificate.witness", config.witness, f"set certificate.token_env=LOGIN, and {BASIC}")
+        if ":" in witness:  # an address, of whatever scheme: a path's @ is no login
+            refuse_login("certificate.witness", witness, f"set certificate.token_env=LOGIN, and {BASIC}")
+        if not posted:
+            raise ConfigError(
+                f"certificate.witness is {witness!r}; it must be an http:// or https:// address, or a file in an "
+                "existing folder"
+            )
         authorization("certificate.token_env", config.token_env)
-        return
-    if config.witness is not None and not Path(config.witness).parent.is_dir():
-        raise ConfigError(
-            f"certificate.witness is {config.witness!r}; it must be an http:// or https:// address, or a file in an "
-            "existing folder"
-        )
-    if config.token_env is not None:
+    elif config.token_env is not None:
         raise ConfigError(
             f"certificate.token_env is {config.token_env!r}, and certificate.witness is no address that it could be "
             "sent to; set certificate.witness=https://..., or leave token_env out"

@@ -22,7 +22,7 @@ import httpx
 
 from rlloop.errors import ConfigError, SyncError
 from rlloop.sync.manifest import MAX_HEAD, MAX_MANIFEST, Refused, hash_of
-from rlloop.web.clients import client
+from rlloop.web.clients import client, refuse_login
 
 BLOCK = 1 << 20  # bytes read at a time
 READ_ONLY = "a store over HTTP is read-only; publish to the folder or object store behind it"
@@ -358,6 +358,16 @@ class HttpStore(ReadOnly):
             yield
         except httpx.HTTPError as error:
             raise StoreError(f"{self.url}: {error or type(error).__name__}") from error
+
+
+def check_store(url: str) -> None:
+    """Raises `ConfigError` for a login in `fleet.store`. `abfs://container@account` is Azure's, and has none."""
+    if "://" in url and not re.match("(az|abfss?)://[^:@]*@[^@]*$", url):
+        instead = (
+            "and give it as the storage's own client takes it, by environment or file (AWS_ACCESS_KEY_ID, "
+            "~/.aws/credentials), or as fsspec does (FSSPEC_SFTP_PASSWORD, ~/.config/fsspec/*.json)"
+        )
+        refuse_login("fleet.store", url, instead)
 
 
 def open_store(url: str, **options: Any) -> Store:

@@ -218,6 +218,7 @@ def test_help_breaks_between_words_where_the_terminal_is_narrow(rlloop, monkeypa
         (["algorithm.loss=grop"], 2, "(did you mean grpo?)"),
         (["certificate.key=none.pem"], 2, "none.pem cannot be read as a private key"),
         (["certificate.witness=none/heads"], 2, "a file in an existing folder"),
+        (["fleet.store=s3://key:secret@bucket/p"], 2, "fleet.store has a login"),
         (["task._target_=rlloop.testing.FakePolicy", "~task.seed"], 2, "task"),
     ],
 )

@@ -53,6 +53,15 @@ def make(request, tmp_path):
     return lambda: stores.open_store(f"s3://bucket/{name}", **options)
 
 
+@pytest.mark.parametrize("url", ["s3://key:s3cret@bucket/p", "s3://key:s3/cret@bucket", "simplecache::s3://k:s3cret@b"])
+def test_a_login_in_a_runs_store_is_refused_and_not_shown(url):
+    with pytest.raises(ConfigError, match=r"fleet.store has a login .*AWS_ACCESS_KEY_ID") as refused:
+        stores.check_store(url)
+    assert "cret" not in str(refused.value)
+    for good in ("s3://bucket/me@here", "abfs://container@account.dfs.core.windows.net/p", "folder/me@here"):
+        stores.check_store(good)
+
+
 def test_blobs(make):
     store: Store = make()
     assert list(store.blobs()) == []

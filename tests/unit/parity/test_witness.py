@@ -11,6 +11,15 @@ from rlloop.parity.certificate import Statement
 from rlloop.parity.witness import Attestor, check_certificate
 
 
+@pytest.mark.parametrize("address", ["ftp://me:s3cret@witness/x", "ftp:/me:s3cret@witness/x", "me:s3cret@witness/x"])
+def test_a_login_at_a_scheme_that_is_not_supported_is_not_shown(address):
+    with pytest.raises(ConfigError, match=r"certificate.witness has a login") as refused:
+        check_certificate(CertificateConfig(witness=address))
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(ConfigError, match="'/nowhere/me@here/x'; it must be"):
+        check_certificate(CertificateConfig(witness="/nowhere/me@here/x"))
+
+
 def test_a_login_is_refused_and_a_token_is_sent_from_the_environment(tmp_path, monkeypatch):
     sent: list[str | None] = []
 

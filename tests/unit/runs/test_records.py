@@ -251,7 +251,7 @@ def test_a_run_whose_address_had_a_login_goes_on_without_it_and_the_login_is_not
         refuse_other_run(RUN, with_login, {**CONFIG, "reward": {"url": "https://other/x", "token_env": None}})
 
 
-@pytest.mark.parametrize("key", ["sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness"])
+@pytest.mark.parametrize("key", ["sinks.alerts.webhook", "sinks.mlflow.uri", "certificate.witness", "fleet.store"])
 def test_logins_that_runs_of_earlier_versions_recorded_are_not_shown(key):
     assert without_logins({key: "https://me:s3cret@host/@x"}) == {key: "https://host/@x"}
 
