@@ -19,6 +19,7 @@ from rlloop.api.inputs import TEXT_ONLY, InputReader
 from rlloop.api.keys import Keys, Quota
 from rlloop.api.log import CommandLog, Committer, Record, write_bytes
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.runs.journal import decoded
 from rlloop.training.service import TrainingService
 from rlloop.training.types import Parity
 
@@ -63,12 +64,12 @@ class Base(msgspec.Struct):
 
 def keep_base(folder: Path, base: Base) -> None:
     """Write `base.json`, or compare with an existing one. Raises `ConfigError` if the logs' commands would give other
-    bits."""
+    bits, `RunError` for a damaged file."""
     file = folder / "base.json"
     if not file.exists():
         write_bytes(file, msgspec.json.encode(base))
         return
-    before = msgspec.json.decode(file.read_bytes(), type=Base)
+    before = decoded(file.read_bytes(), file, Base)
     if (before.folder, before.settings) != (base.folder, base.settings):
         raise ConfigError(
             f"--folder {folder} has logs of {before.folder} with {before.settings}, and this server has {base.folder} "

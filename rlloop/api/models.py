@@ -18,6 +18,7 @@ from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
 from rlloop.api.log import Checked, Command, CommandLog, Result, Weights
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.runs.journal import decoded
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
 
 AHEAD = 4096  # numbers that may come before the one that is next
@@ -123,7 +124,8 @@ class Trained:
         replay = self.log.replay
         if replay.first:
             assert replay.state is not None
-            self._restore(msgspec.json.decode((replay.state / "state.json").read_bytes(), type=State))
+            state = replay.state / "state.json"
+            self._restore(decoded(state.read_bytes(), state, State))
             self._next = replay.first
         self._results, self._compared, self._digests = replay.results, replay.checked, replay.digests
         commands = replay.commands

@@ -28,6 +28,7 @@ from rlloop.api.log import write_bytes
 from rlloop.api.models import Trained
 from rlloop.api.sampling import Samples, SamplingSession, Target
 from rlloop.errors import ConfigError, RunError
+from rlloop.runs.journal import decoded
 
 ENDED = "ended"  # a file in the folder of a model that its client has dropped
 NUMBERS = 1 << 20  # that models of a session may have
@@ -183,12 +184,12 @@ class Session:
     def restore(self) -> int:
         """Continue where the last server stopped; returns the number of requests executed again or restored."""
         for file in sorted((self.folder / "samplers").glob("*.json")):
-            target = msgspec.json.decode(file.read_bytes(), type=Target)
+            target = decoded(file.read_bytes(), file, Target)
             self.sampling[int(file.stem)] = SamplingSession(f"{self.id}:sample:{file.stem}", target)
         count = 0
         sampler_ids = set[str]()
         for file in (self.folder / "losses").glob("*.json"):
-            self.core.service.create_custom_loss(*requests.decoded(file.read_bytes(), requests.CreateLoss).loss())
+            self.core.service.create_custom_loss(*decoded(file.read_bytes(), file, requests.CreateLoss).loss())
         for folder in sorted((self.folder / "models").glob("*"), key=lambda folder: int(folder.name)):
             if (folder / ENDED).exists():
                 continue
@@ -319,7 +320,7 @@ class Sessions:
         """Sessions that the last server left; returns the number of requests that are executed or known again."""
         count = 0
         for file in sorted(self._folder.glob("*/session.json")):
-            card = msgspec.json.decode(file.read_bytes(), type=Card)
+            card = decoded(file.read_bytes(), file, Card)
             if card.ended is not None:
                 self.ended[file.parent.name] = card
                 continue

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from rlloop.audit.history import UNREADABLE, Check, History, Signature
+from rlloop.audit.history import Check, History, Signature
+from rlloop.errors import UNREADABLE
 from rlloop.parity.certificate import content_digest, find_breaks
 from rlloop.parity.witness import is_signed
 from rlloop.runs.folder import SIGNATURES, as_json_file, summarize

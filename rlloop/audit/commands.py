@@ -7,16 +7,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from rlloop.api.calls import Context, Replayed, service_path, start
 from rlloop.api.core import Base
 from rlloop.api.inputs import InputReader
 from rlloop.api.log import Command, Replay, read_segment, segments
 from rlloop.api.models import State
-from rlloop.api.requests import CreateLoss, decoded
+from rlloop.api.requests import CreateLoss
 from rlloop.audit.history import Check
 from rlloop.errors import RlloopError, RunError
+from rlloop.runs.journal import decoded
 from rlloop.training.service import TrainingService
 
 SAVES = ("save_weights", "save_weights_external", "save_weights_for_sampler")  # leave the weights as they are
@@ -46,7 +45,7 @@ def _replayed(
 ) -> Check:
     session, top = folder.parents[1], folder.parents[3]
     try:
-        base = msgspec.json.decode((top / "base.json").read_bytes(), type=Base)
+        base = decoded((top / "base.json").read_bytes(), top / "base.json", Base)
     except OSError:
         raise RunError(f"{folder} is not of a folder of `rlloop serve api`: {top / 'base.json'} is missing") from None
     results = {seq_id: result for replay in replays for seq_id, result in replay.results.items()}
@@ -62,10 +61,11 @@ def _replayed(
                 inputs=InputReader.of_folder(base.folder),
             )  # fmt: skip
             for file in (session / "losses").glob("*.json"):
-                service.create_custom_loss(*decoded(file.read_bytes(), CreateLoss).loss())
+                service.create_custom_loss(*decoded(file.read_bytes(), file, CreateLoss).loss())
             first = replays[0]
             if first.state is not None:
-                state = msgspec.json.decode((first.state / "state.json").read_bytes(), type=State)
+                kept = first.state / "state.json"
+                state = decoded(kept.read_bytes(), kept, State)
                 path = _fetched(state.path, stored, own)
                 service.create_model_from(path, optimizer=True, model_id=model_id).result()
             for seq_id, command in sorted(commands.items()):

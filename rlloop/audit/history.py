@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlloop.config.run import RunConfig
-from rlloop.errors import RlloopError, RunError
+from rlloop.errors import UNREADABLE, RlloopError, RunError
 from rlloop.launch.compose import build
 from rlloop.parity.certificate import Statement
 from rlloop.runs.folder import (
@@ -96,7 +96,6 @@ class Row(msgspec.Struct):
         return [at for start, end in turns for at in range(start, end)]
 
 
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: also text that is not UTF-8
 _ROW = msgspec.json.Decoder(Row)
 
 

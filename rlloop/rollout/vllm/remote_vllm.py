@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlloop.errors import ConfigError, RlloopError, SyncError
+from rlloop.errors import UNREADABLE, ConfigError, RlloopError, SyncError, readable
 from rlloop.rollout.engine.front_end import EngineFrontEnd
 from rlloop.rollout.engine.service import EngineService, PauseMode
 from rlloop.rollout.engine.validation import Limits
@@ -152,7 +152,7 @@ class ServedEngine(EngineFrontEnd):
         """`chosen.experts[at]` are its own."""
         prompt, sampling, answer = self._running.pop(id)
         try:
-            [choice] = msgspec.json.decode(answer.result(), type=Answer).choices
+            [choice] = msgspec.json.decode(answer.result(), type=readable(Answer)).choices
             rows = choice.logprobs.content
             logprobs = np.array([row.logprob for row in rows], np.float32)
             if self.facts.stock:
@@ -160,7 +160,7 @@ class ServedEngine(EngineFrontEnd):
             else:
                 columns = [{each.id: each.logprob for each in row.top_logprobs} for row in rows]
                 raw = np.array([row[RAW_ID] for row in columns], np.float32)
-        except (msgspec.DecodeError, ValueError, KeyError) as error:
+        except (*UNREADABLE, KeyError) as error:
             raise UpstreamError(
                 f"vLLM at {self._upstream.url} answered something that is not a completion: {error!r}"
             ) from None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import httpx
 import msgspec
 
-from rlloop.errors import ConfigError, RlloopError
+from rlloop.errors import UNREADABLE, ConfigError, RlloopError, readable
 from rlloop.rollout.fleet.client import MAX_ANSWER, LoopThread
 from rlloop.rollout.vllm.messages import Facts
 from rlloop.web.clients import CONNECT_SECONDS, async_client
@@ -83,16 +84,25 @@ class Upstream:
     def rpc(self, kind: type[T], method: str, *arguments: str) -> T:
         """Call a method of the worker, of which there is one."""
         answer = self.post("/collective_rpc", {"method": method, "args": arguments})
-        return msgspec.convert(msgspec.json.decode(answer)["results"][0], kind)
+        with self._reading(method):
+            return msgspec.convert(msgspec.json.decode(answer)["results"][0], readable(kind))
 
     def models(self) -> list[str]:
         """The names it serves its model under."""
         content = self._thread.run(self._send("GET", "/v1/models"))
-        return [each["id"] for each in msgspec.json.decode(content)["data"]]
+        with self._reading("/v1/models"):
+            return [each["id"] for each in msgspec.json.decode(content)["data"]]
 
     def close(self) -> None:
         self._thread.run(self._http.aclose())
         self._thread.close()
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (*UNREADABLE, LookupError, TypeError) as error:
+            raise UpstreamError(f"vLLM at {self.url} answers {what} with something else: {error!r}") from None
 
     def _post(self, path: str, body: Any, params: Mapping[str, str]) -> Coroutine[Any, Any, bytes]:
         return self._send("POST", path, json=body, params=params)

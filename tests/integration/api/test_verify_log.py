@@ -110,3 +110,14 @@ def test_a_log_with_images_gives_the_weights_again(tmp_path, capsys):
     path.write_bytes(MAGIC + framed(records))
     assert main(["verify", str(log)]) == 1
     assert "leaves other weights than the log says" in capsys.readouterr().out
+
+
+def test_a_damaged_base_is_named(folder, capsys):
+    base = folder[0] / "base.json"
+    whole = base.read_bytes()
+    base.write_bytes(whole[:-1])
+    try:
+        assert main(["verify", str(folder[1])]) != 0
+    finally:
+        base.write_bytes(whole)
+    assert f"{base} is damaged" in capsys.readouterr().err
