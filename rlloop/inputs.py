@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -184,7 +185,7 @@ class ModelInput:
                 "their number must be that of the images' features"
             )
         positions, spans = np.arange(len(token_ids)) + np.zeros((3, 1), np.int64), []
-        taken, shift = 0, 0
+        taken = shift = done = 0
         for index, image in enumerate(images):
             rows, columns = image.height // merge, image.width // merge
             start, count = placeholders[taken] if taken < len(placeholders) else -1, rows * columns
@@ -195,13 +196,15 @@ class ModelInput:
                     f"feature; its {count} placeholder tokens must follow one another"
                 )
             first = start + shift
+            positions[:, done:start] += shift
             positions[0, start : start + count] = first
             positions[1, start : start + count] = first + np.repeat(np.arange(rows), columns)
             positions[2, start : start + count] = first + np.tile(np.arange(columns), rows)
             shift += max(rows, columns) - count
-            positions[:, start + count :] = np.arange(start + count, len(token_ids)) + shift
+            done = start + count
             spans.append(ContentSpan(start, start + count, image.digest, image))
             taken += count
+        positions[:, done:] += shift
         return cls(list(token_ids), positions, tuple(spans))
 
     def placed(self) -> ModelInput:
@@ -283,7 +286,9 @@ class ModelInput:
         """
         if self.is_text:
             return b""
-        spans = [(each.start, each.end, each.digest) for each in self.contents if each.start < end and begin < each.end]
+        first = bisect_right(self.contents, begin, key=lambda each: each.end)
+        last = bisect_left(self.contents, end, key=lambda each: each.start)
+        spans = [(each.start, each.end, each.digest) for each in self.contents[first:last]]
         positions = self.positions_at(begin, end)
         if not spans and (positions == np.arange(begin, end)).all():
             return b""

@@ -7,6 +7,7 @@ import pytest
 
 import rlloop
 from rlloop.errors import ConfigError
+from rlloop.inputs import Image
 from rlloop.types import ContentSpan, ModelInput, SamplingParams, as_model_input, changed
 
 
@@ -68,3 +69,26 @@ def test_positions_that_fit_no_token_are_refused(positions: np.ndarray, message:
 def test_spans_outside_the_tokens_are_refused(spans: list[tuple[int, int]]) -> None:
     with pytest.raises(ConfigError, match="spans must ascend within the 3 tokens"):
         ModelInput([1, 2, 3], contents=tuple(ContentSpan(*each, "x") for each in spans))
+
+
+def test_a_picture_at_many_places_costs_the_places_and_not_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, count, made = Image(np.zeros((16, 8), np.float32), 4, 4), 500, list[int]()
+    arange = np.arange
+    monkeypatch.setattr(np, "arange", lambda *ends: made.append(len(result := arange(*ends))) or result)
+    placed = ModelInput.with_images(
+        [1, 7, 7, 7, 7, 2] * count, [6 * n + 1 + k for n in range(count) for k in range(4)], [image] * count
+    )
+    assert sum(made) < 4 * len(placed)
+    each = np.array([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])  # time, rows, columns
+    assert placed.positions is not None
+    assert (placed.positions.reshape(3, count, 6) == each[:, None] + 4 * arange(count)[:, None]).all()
+
+
+def test_a_key_has_the_contents_that_its_tokens_meet() -> None:
+    spans = [ContentSpan(start, end, f"{start}-{end}") for start, end in ((0, 2), (2, 2), (2, 3), (5, 8), (8, 9))]
+    model_input = ModelInput([1] * 10, contents=tuple(spans))
+    for begin in range(10):
+        for end in range(begin + 1, 11):
+            met = {each.digest for each in spans if each.start < end and begin < each.end}
+            key = model_input.content_key(begin, end)
+            assert {each.digest for each in spans if f"'{each.digest}'".encode() in key} == met
