@@ -72,8 +72,9 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes of the patches as they are held."""
-        return (self._patches.codes if isinstance(self._patches, BytePatches) else self._patches).nbytes
+        """Bytes of the patches as they are held and sent, with what their bytes stand for."""
+        own = self._patches
+        return own.codes.nbytes + own.numbers.nbytes if isinstance(own, BytePatches) else own.nbytes
 
     @property
     def patches(self) -> np.ndarray:
