@@ -155,7 +155,20 @@ class Judge:
         return sum(count * price for count, price in zip(counts, self._prices, strict=True)) / 1e6
 
 
-class JudgeReward:
+class _Judging:
+    reproducible = False  # `rlloop verify` does not ask again
+    judge: Judge
+    _reference: str | None
+
+    def check_example(self, example: Example) -> None:
+        if self._reference is not None:
+            _reference_of(example, self._reference)
+
+    async def close(self) -> None:
+        await self.judge.close()
+
+
+class JudgeReward(_Judging):
     """Scores each completion by rubrics: the weighted mean of the judge's scores, from 0 to 1.
 
     Components: each rubric's score from 0 to 1, `judge_cost` and `judge_cached`. A completion without a readable
@@ -171,8 +184,6 @@ class JudgeReward:
             brief: {text: The answer has no needless words.}
           reference_key: answer
     """
-
-    reproducible = False  # `rlloop verify` does not ask again
 
     def __init__(
         self,
@@ -200,10 +211,6 @@ class JudgeReward:
         self._scale, self._solved_at, self._reference = scale, solved_at, reference_key
         self._system = SCORING.format(scale=scale, example=json.dumps(dict.fromkeys(rubrics, scale)))
 
-    def check_example(self, example: Example) -> None:
-        if self._reference is not None:
-            _reference_of(example, self._reference)
-
     async def __call__(self, prompt: str, completion: str, example: Example) -> RewardResult:
         question = _question(prompt, example, self._reference, answer=completion) + f"\n\n# Rubrics\n{self._rubrics}"
         verdict = await self.judge.ask(self._system, question, self._scores)
@@ -211,9 +218,6 @@ class JudgeReward:
         reward = sum(self._weights[name] * score for name, score in scores.items()) / sum(self._weights.values())
         spent = {"judge_cost": verdict.cost, "judge_cached": float(verdict.cached)}
         return RewardResult(reward, reward >= self._solved_at, {**scores, **spent})
-
-    async def close(self) -> None:
-        await self.judge.close()
 
     def _scores(self, answer: dict[str, Any]) -> dict[str, float]:
         scores = {}
@@ -228,7 +232,7 @@ class JudgeReward:
         return scores
 
 
-class PairwiseJudge:
+class PairwiseJudge(_Judging):
     """Compares the completions of one prompt in a step with each other: the share of comparisons won, a tie for half.
 
     Each is compared with the next `opponents` of its group in a ring, in both orders: judges favour a position. Equal
@@ -238,7 +242,6 @@ class PairwiseJudge:
     """
 
     batched = True
-    reproducible = False
 
     def __init__(
         self,
@@ -256,10 +259,6 @@ class PairwiseJudge:
         self.judge, self._opponents, self._reference = judge_of(judge), opponents, reference_key
         self._system = COMPARING.format(criterion=criterion)
         self._slots = OnThisLoop(lambda: asyncio.Semaphore(concurrency))
-
-    def check_example(self, example: Example) -> None:
-        if self._reference is not None:
-            _reference_of(example, self._reference)
 
     async def __call__(
         self, prompts: list[str], completions: list[str], examples: list[Example]
@@ -282,9 +281,6 @@ class PairwiseJudge:
                     won, verdict = outcome
                     wins[index].append((won if first else 1.0 - won, verdict))
         return [failed.get(index) or _result(wins[index]) for index in range(len(examples))]
-
-    async def close(self) -> None:
-        await self.judge.close()
 
     async def _play(
         self, prompts: list[str], completions: list[str], examples: list[Example], a: int | None, b: int | None
