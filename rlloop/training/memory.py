@@ -7,7 +7,6 @@ engine of another layout has weights of its own.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -18,17 +17,11 @@ from torch import Tensor
 
 from rlloop.config.layout import World
 from rlloop.errors import ConfigError
-from rlloop.models import Model
-from rlloop.models.adapter_weights import ALL, choose_targets
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.checkpoint_names import TOWER
-from rlloop.models.experts import Experts
-from rlloop.models.parameters import ParameterStore
 from rlloop.models.placement import check_placement
 from rlloop.models.weight_reader import type_in_memory
 from rlloop.numerics.packed import Packing
-from rlloop.parallel.collectives import Ranks
-from rlloop.parallel.context import ParallelContext
 from rlloop.parallel.layout import Layout, keys_of
 from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STATE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
@@ -38,6 +31,7 @@ from rlloop.trainer.offload import BLOCK_BYTES, BLOCKS
 from rlloop.training import vision_memory
 from rlloop.training.dense_memory import Heads, head_backward, mlp_backward
 from rlloop.training.latent_memory import Latents
+from rlloop.training.rank_weights import RankWeights
 from rlloop.training.recurrent_memory import Recurrence
 
 GIB = 1 << 30
@@ -142,28 +136,21 @@ def predict(
     return Memory(layout, sizes, host, sleeps)
 
 
-@functools.lru_cache(maxsize=8)  # modes of one shape follow each other
-def _model(config: ModelConfig, layout: Layout, rank: int) -> Model:
-    with torch.device("meta"):
-        return Model(config, None, _context(layout, rank))
-
-
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
     keep_attention: bool, offload_activations: bool, freeze_tower: bool, image_tokens: int, critic: bool,
     engine: Layout | None, micro_batches: int, packed: Mapping[str, Packing],
 ) -> dict[str, int]:  # fmt: skip
-    model, wide = _model(config, layout, rank), torch.float32.itemsize
-    sampled = model if engine is None else _model(config, engine, rank % engine.world_size)
+    model, wide = RankWeights(config, layout, rank), torch.float32.itemsize
+    sampled = model if engine is None else RankWeights(config, engine, rank % engine.world_size)
     held = owned = unpacked = 0
-    for name, entry in ParameterStore(model).entries.items():
-        module = model.get_submodule(name.rpartition(".")[0])
-        owners = layout.dp_shard // layout.expert_leaves if isinstance(module, Experts) else layout.dp_shard
-        held += _nbytes(name, entry.live, dtype, packed)
+    for count, name, entry, of_experts in model.distinct(packed):
+        owners = layout.dp_shard // layout.expert_leaves if of_experts else layout.dp_shard
+        held += count * _nbytes(name, entry.live, dtype, packed)
         if name in packed:
             unpacked = max(unpacked, entry.live.numel() * dtype.itemsize)
         elif not (freeze_tower and name.startswith(TOWER)):
-            owned += _most(entry.live.shape, owners)
+            owned += count * _most(entry.live.shape, owners)
     frozen, every = {"compute copy": held}, owned
     if packed:  # products of many rows, and all of a backward, make a whole weight plain for a moment
         frozen["unpacked"] = unpacked
@@ -177,7 +164,7 @@ def _parts(
     recurrence, cached = Recurrence.of(config, sampling.tp), max(1, bytes_per_token(sampled.cache_spec(), dtype))
     positions = min(config.max_positions * RUNNING, DEFAULT_CACHE_BYTES // cached)
     masters, modes = wide if dtype.itemsize < wide else 0, [lora, 0] if critic else [lora]
-    pictures = min(image_tokens, -(-tokens // layout.cp)) if model.visual is not None else 0
+    pictures = min(image_tokens, -(-tokens // layout.cp)) if model.sees else 0
     towers = [_tower(config, dtype, pictures, not (freeze_tower or mode)) for mode in modes]
     inputs, features, seeing = (max(each) for each in zip(*towers, strict=True))
     first, last, gradients = model.stage.first, model.stage.last, max(owned, every * critic)
@@ -207,9 +194,9 @@ def _parts(
     }
 
 
-def _factors(model: Model, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+def _factors(model: RankWeights, rank: int) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Shapes of the factors that a model has of an adapter of this rank, and whether these are experts'."""
-    for target in choose_targets(model.own_targets(), [ALL]).values():
+    for target in model.targets():
         for (first, *others), division in zip(target.shapes(rank), target.divisions, strict=True):
             yield (first if division is None else division.size, *others), target.experts is not None
 
@@ -222,7 +209,7 @@ def _nbytes(name: str, live: Tensor, dtype: torch.dtype, packed: Mapping[str, Pa
 
 
 def _engine_weights(
-    sampled: Model, trained: Model, lora: int, dtype: torch.dtype, packed: Mapping[str, Packing]
+    sampled: RankWeights, trained: RankWeights, lora: int, dtype: torch.dtype, packed: Mapping[str, Packing]
 ) -> int:
     """Bytes of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
     others."""
@@ -230,10 +217,10 @@ def _engine_weights(
     agree = World.of(trainer, engine).stages_agree
     if agree and (engine.tp, engine.ep, engine.pp) == (trainer.tp, trainer.ep, trainer.pp):
         return 0
-    trainer_entries = ParameterStore(trained).entries if agree else {}
+    trainer_entries = dict(trained.entries()) if agree else {}
     own = (
         _nbytes(name, entry.live, dtype, packed)
-        for name, entry in ParameterStore(sampled).entries.items()
+        for name, entry in sampled.entries()
         if not (name in trainer_entries and entry.is_contiguous and trainer_entries[name].division is None)
     )
     factors = sum(math.prod(shape) for shape, _ in _factors(sampled, lora)) if lora else 0
@@ -321,7 +308,7 @@ def layer_activations(config: ModelConfig, layout: Layout, dtype: torch.dtype, t
     return max(2 * each + mixing + experts, 4 * each + saved + dense)
 
 
-def _states(recurrence: Recurrence, model: Model) -> int:
+def _states(recurrence: Recurrence, model: RankWeights) -> int:
     """Bytes of a GPU engine's recurrent states: a row for each request that runs, and for each that is saved."""
     of_sequence = len(set(recurrence.layers) & set(model.stage.layers)) * recurrence.state()
     return min((RUNNING + SAVED_STATES) * of_sequence, STATE_BYTES)
@@ -356,15 +343,6 @@ def _kept(
         each["attention"] = rows * -(-config.num_heads // layout.tp) * (width * itemsize + torch.float32.itemsize)
         layers["attention"] = -(-len(config.attention_layers) // layout.pp)
     return {name: size * layers[name] for name, size in each.items()}, each
-
-
-def _context(layout: Layout, rank: int) -> ParallelContext:
-    """A rank's context without communication, from which its shares are known."""
-    at, leaves = layout.coordinates(rank), layout.expert_leaves
-    groups = {axis: Ranks(getattr(layout, axis), at[axis]) for axis in at if getattr(layout, axis) > 1}
-    ep = groups.get("tp", Ranks()) if layout.ep == 1 else Ranks(layout.ep, rank % layout.ep)
-    groups |= {"ep": ep, "expert_shard": Ranks(layout.dp_shard // leaves, at["dp_shard"] // leaves)}
-    return ParallelContext(torch.device("meta"), layout, rank, 0, groups)
 
 
 def layout_keys(layout: Layout) -> str:
