@@ -93,6 +93,11 @@ TABLES = {
     "offload": Table(
         "offload.py", "moments and masters on the host beside PCIe's time", 5, parts="--layers, --seconds"
     ),
+    "countdown": Table("gpu_countdown.py", "countdown/gpu from random weights: minutes, and what it solves", 3),
+    "losses": Table("api_losses.py", "a fused loss beside the same as a custom one", 5, parts="--only"),
+    "shared-prompts": Table(
+        "shared_prompts.py", "a group of one long prompt, computed once, beside every sequence whole", 3
+    ),
     "ranks-engine": Table(
         "ranks_engine.py", "an engine over GPUs beside vLLM", 20, "--vllm --tp {gpus}", gpus=2, peer="vllm",
         parts="--only",
@@ -113,6 +118,10 @@ TABLES = {
         "ranks_context.py", "training on one sequence of 128k and 256k tokens over GPUs beside one", 9,
         "--keep-attention",
         gpus=2, parts="--cp, --lengths, --layers",
+    ),
+    "ranks-publish": Table(
+        "ranks_publish.py", "a version of an 8B shape encoded by all GPUs beside one", 5, "--ranks 1 {gpus} --record",
+        gpus=2, parts="--layers, --rounds",
     ),
     "ranks-step": Table(
         "ranks_step.py", "a whole RL step over GPUs beside vLLM with FSDP2", 10, "--vllm --gpus {gpus}", gpus=2,

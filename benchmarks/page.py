@@ -36,7 +36,7 @@ def table(names: list[str]) -> str:
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     sources: dict[str, int] = {}  # its number
     for each in found:
-        peer = f"{each['peer']}: {rounds(each, 'peer_value', 'peer_spread')}" if each["peer"] else ""
+        peer = ": ".join(filter(None, [each["peer"], rounds(each, "peer_value", "peer_spread")]))
         value = f"{rounds(each, 'value', 'spread')} {each['unit']}"
         packages = ", ".join(f"{package} {version}" for package, version in each["versions"].items())
         place = f"{each['gpu']}, {each['host']}" if each.get("host") else each["gpu"]

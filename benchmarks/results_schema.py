@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def report(
             device=device or device_name(),
             versions=versions(*packages),
             commit=commit.stdout.strip(),
-            command=" ".join(command),
+            command=shlex.join(command),
         )
         for figure in figures
     ]
@@ -190,7 +191,8 @@ def _summary(rounds: Sequence[float]) -> tuple[float, tuple[float, float]]:
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+    """Five digits; counts are whole."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")
 
 
 def _both_rounded(values: tuple[float, float] | None) -> list[float | None] | None:

@@ -152,6 +152,18 @@ def test_results_of_parts_are_merged_and_rounds_are_shown(module, tmp_path, monk
     assert first == "| 8B, crowd | 90 (80 to 100) tokens/s | vLLM: 30 (20 to 40) | 3 | 1 | 200 | 1 |"
 
 
+def test_a_record_has_counts_whole_and_a_command_to_copy(module, tmp_path, monkeypatch):
+    schema, page = module("results_schema"), module("page")
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "gpu_engine.py"), "--without", "vLLM batch-invariant"])
+    figure = schema.Figure(name="compared", unit="logprobs", value=131072, peer="a peer: out of memory")
+    schema.report("step", [figure], device="a GPU")
+    [record] = json.loads((tmp_path / "step.json").read_text())
+    assert record["command"] == "python benchmarks/gpu_engine.py --without 'vLLM batch-invariant'"
+    assert page.table(["step"]).splitlines()[2] == "| compared | 131,072 logprobs | a peer: out of memory |  |  | 1 |"
+
+
 def test_rooflines_are_what_memory_and_arithmetic_allow(module):
     roofline, shapes = module("roofline"), module("gpu_shapes")
     sizes = {shape: roofline.total_bytes(config) / 2e9 for shape, (_, config) in shapes.SHAPES.items()}
@@ -217,6 +229,7 @@ def test_recurrent_shapes_are_the_released_widths(module):
 
 def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
     tables = module("gpu_tables")
+    assert {Path(table.script).stem for table in tables.TABLES.values()} == MEASURING
     listed = tables.listing(gpus=1).splitlines()
     assert [line.split()[0] for line in listed[1:]] == list(tables.TABLES)
     assert "needs 2 GPUs, and there are 1" in listed[-1]
@@ -237,9 +250,10 @@ def test_tables_are_listed_and_have_commands_that_their_scripts_take(module):
 
 SCRIPTS = {path.stem for name in ("gpu", "ranks") for path in (ROOT / "benchmarks").glob(f"{name}_*.py")}
 SCRIPTS |= {"api_losses", "long_context", "offload", "shared_prompts"}
+MEASURING = SCRIPTS - {"gpu_shapes", "gpu_study", "gpu_tables"}
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS - {"gpu_shapes", "gpu_study", "gpu_tables"}))
+@pytest.mark.parametrize("script", sorted(MEASURING))
 def test_without_a_gpu_a_script_says_that_it_needs_one(module, script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py"])
