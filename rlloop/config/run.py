@@ -56,7 +56,7 @@ class RunConfig:
     certificate: CertificateConfig = field(default_factory=CertificateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    profile: bool = False  # trace the second to fourth step, GPU kernels included: RUN/timeline.json.gz, for Perfetto
+    profile: bool = False  # trace steps 2 to 4 of rank 0, GPU kernels included: RUN/timeline.json.gz, for Perfetto
     sinks: dict[str, Any] = field(default_factory=dict)  # sink name -> options; see rlloop.runs.sinks
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, record_function
 
 FILE = "timeline.json.gz"
@@ -19,7 +20,7 @@ class Timeline:
     """Writes `timeline.json.gz` in `folder` once the steps are over; `close` writes what there is until then.
 
     An observer of the loop: the profiler starts when the run's first step is recorded. It sees this process alone, all
-    of its GPU's kernels included.
+    of its threads and its GPU's kernels; of several ranks it is the first's.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
@@ -41,7 +42,9 @@ class Timeline:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             self._gpu = torch.cuda.is_initialized()
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
-            self._first, self._profiler = step, torch.profiler.profile(activities=activities)
+            every = _ExperimentalConfig(profile_all_threads=True)  # rank 0 of several works in a thread of its own
+            self._first = step
+            self._profiler = torch.profiler.profile(activities=activities, experimental_config=every)
             self._profiler.start()
             if level is None:
                 del os.environ["KINETO_LOG_LEVEL"]  # which every later child would inherit

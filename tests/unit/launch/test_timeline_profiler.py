@@ -1,6 +1,8 @@
 """What `profile=true` leaves in the process, and says of a trace without kernels."""
 
+import gzip
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,3 +43,13 @@ def test_a_run_of_one_step_is_not_told_of_a_trace_without_kernels(tmp_path, monk
     timeline.log(1, {})
     timeline.close()
     assert not notes
+
+
+def test_a_thread_that_works_since_before_is_traced(tmp_path):
+    timeline = Timeline(tmp_path, print)
+    with ThreadPoolExecutor(1) as rank:  # as rank 0 of several has one
+        rank.submit(torch.ones, 1).result()
+        timeline.log(1, {})
+        rank.submit(torch.cumsum, torch.ones(2), 0).result()
+        timeline.close()
+    assert b"aten::cumsum" in gzip.decompress(timeline.file.read_bytes())
