@@ -65,7 +65,7 @@ def examine_model(
     pictures = "" if config.vision is None else f" ({tokens if image_tokens is None else image_tokens} of pictures)"
     yield Line(
         None,
-        f"{config.architecture} on {gpus} GPUs of {memory:.0f} GiB",
+        f"{config.architecture} on {gpus} GPU{'s' * (gpus > 1)} of {memory:.0f} GiB",
         f"{dtype}, {f'an adapter of rank {lora} over frozen weights, ' if lora else ''}{'a critic, ' if critic else ''}"
         f"micro-batches of {tokens} tokens{pictures}, up to {micro_batches} an update, every layer checkpointed"
         f"{' but for its attention' if keep_attention else ''}; GiB of a rank:",
@@ -95,8 +95,16 @@ def examine_model(
     for each in sorted((each for each in needs if each not in fits), key=lambda each: each.total)[: 0 if fits else 3]:
         yield Line(False, f"{layout_keys(each.layout)}: {each.total / GIB:.1f}", each.describe())
     if fits:
+        program = "rlloop" if gpus == 1 else f"torchrun --nproc-per-node {gpus} -m rlloop"
+        settings = {  # that the prediction assumes
+            "model.dtype": dtype, "model.lora.rank": lora, "trainer.max_batch_tokens": tokens,
+            "trainer.checkpoint_layers": "all", "trainer.offload": offload != "none" and offload,
+            "trainer.checkpoint_keep_attention": keep_attention, "trainer.checkpoint_offload": offload_activations,
+            "trainer.freeze_vision_tower": freeze_tower,
+        }  # fmt: skip
+        keys = [f"{key}={str(value).lower()}" for key, value in settings.items() if value]
         yield Line(
-            None, "start", f"torchrun --nproc-per-node {gpus} -m rlloop train ... {_keys(fits[0].layout, engine)}"
+            None, "start", " ".join([program, "train ... device=cuda", *keys, _keys(fits[0].layout, engine)]).rstrip()
         )
         divided = next((each.layout for each in fits if each.layout.pp > 1 or each.layout.tp > 1), None)
         if divided is not None and engine is None:

@@ -5,7 +5,9 @@ import torch
 
 from rlloop.cli.main import main
 from rlloop.config.model import LoraSection
+from rlloop.config.run import RunConfig
 from rlloop.config.trainer import TrainerConfig
+from rlloop.launch.compose import build, compose_recipe
 from rlloop.launch.make import with_lora
 from rlloop.models import load_model, new_model, save_model
 from rlloop.models.config import read_config
@@ -99,6 +101,31 @@ def test_layouts_that_fit_are_named(tmp_path, capsys):
     assert "trainer.encode_on_device=false" in printed
     assert main(["doctor", "--model", folder, "--gpus", "2", "--memory", "1"]) == 1
     assert "--  fits: no layout does" in capsys.readouterr().out
+
+
+def test_the_command_has_the_settings_that_the_prediction_assumes(tmp_path, capsys):
+    make_model(tmp_path)
+    arguments = ["doctor", "--model", str(tmp_path / "model"), "--memory", "8", "--tokens", "512"]
+
+    def command(*more: str) -> tuple[str, RunConfig]:
+        assert main([*arguments, *more]) == 0
+        [line] = [each for each in capsys.readouterr().out.splitlines() if "start: " in each]
+        start, _, keys = line.strip().removeprefix("start: ").partition(" ... ")
+        return start, build(compose_recipe("random", keys.split()))
+
+    start, config = command("--gpus", "2", "--rollout-layout")
+    assert (start, config.layouts) == (
+        "torchrun --nproc-per-node 2 -m rlloop train", (Layout(dp_shard=2), Layout()),
+    )  # fmt: skip
+    assert (config.device, config.model.dtype, config.model.lora.rank) == ("cuda", "bfloat16", 0)
+    trainer = config.trainer
+    assert (trainer.max_batch_tokens, trainer.checkpoint_layers, trainer.offload) == (512, "all", "none")
+    kept = ["--keep-attention", "--offload-activations"]
+    start, config = command("--gpus", "1", "--offload", "moments", "--lora", "4", *kept)
+    trainer = config.trainer
+    assert (start, config.model.lora.rank, trainer.offload) == ("rlloop train", 4, "moments")
+    assert trainer.checkpoint_keep_attention
+    assert trainer.checkpoint_offload
 
 
 def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
