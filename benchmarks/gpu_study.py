@@ -1,6 +1,6 @@
 """The collapse study on GPUs (docs/gpu.md): every arm with several seeds, some runs at a time on each GPU.
 
-    python benchmarks/gpu_study.py runs/gpu_study [--models dense experts] [--lr 2e-4] [--seeds 3] [--slots 4] [--list]
+    python benchmarks/gpu_study.py [FOLDER] [--models dense experts] [--lr 2e-4] [--seeds 3] [--slots 4] [--list]
     rlloop compare runs/gpu_study/dense-2e-4 -o report.html  # of a stopped study, name the runs that ended
 
 What one change of an engine does alone, in many small steps:
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import shlex
 import subprocess
 import sys
 import threading
@@ -173,7 +174,7 @@ class Study:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/gpu_study"))
     parser.add_argument("--models", choices=RECIPES, nargs="+", default=list(RECIPES))
     parser.add_argument("--lr", nargs="+", default=["2e-4"], help="rates of learning")
     parser.add_argument(
@@ -187,7 +188,7 @@ def main() -> int:
     args = parser.parse_args()
     runs = runs_of(args.models, args.lr, args.seeds, args.arms, args.steps, tuple(args.override))
     if args.list:
-        print("\n".join(" ".join(run.command(args.folder)) for run in runs))
+        print("\n".join(shlex.join(run.command(args.folder)) for run in runs))
         return 0
     import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -497,6 +498,14 @@ def test_the_studys_arms_are_configurations(module):
     made = config(alone[0])
     assert (made.trainer.num_steps, made.trainer.lr) == (1000, 1e-5)
     assert not set(study.NAMED) & {run.arm for run in study.runs_of(["dense"], ["2e-4"], 1, None)}
+
+
+def test_the_studys_commands_can_be_pasted(module, monkeypatch, capsys):
+    study = module("gpu_study")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu_study.py", "--models", "dense", "--seeds", "1", "--list"])
+    study.main()
+    listed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert listed == [run.command(Path("runs/gpu_study")) for run in study.runs_of(["dense"], ["2e-4"], 1, None)]
 
 
 def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):
