@@ -31,7 +31,7 @@ twice, on the CPU. Exit code: 0, or 1 if a bit differs or image tokens could not
 MOST_MICRO_BATCHES = 4096
 OF_LAYOUTS = (  # options that mean nothing without --gpus
     "memory", "tokens", "micro_batches", "offload", "lora", "keep_attention", "offload_activations",
-    "freeze_vision_tower", "image_tokens", "critic", "rollout_layout",
+    "freeze_vision_tower", "image_tokens", "critic", "rollout_layout", "shard",
 )  # fmt: skip
 DOCTOR_EXAMPLES = """\
 example:
@@ -57,6 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--micro-batches", type=int, default=8, metavar="N", help="of an update, at most (default: 8)")
     parser.add_argument(
         "--offload", choices=("none", "moments", "masters"), default="none", help="trainer.offload (default: none)"
+    )
+    parser.add_argument(
+        "--shard", choices=("optimizer", "parameters"), default="optimizer", help="trainer.shard (default: optimizer)"
     )
     parser.add_argument(
         "--lora", type=int, default=0, metavar="RANK", help="train an adapter of this rank (default: all weights)"
@@ -129,5 +132,5 @@ def _layouts(args: argparse.Namespace) -> Iterator[Line]:
     return examine_model(
         args.model, args.gpus, args.dtype, args.tokens, args.memory, args.offload, args.lora, args.keep_attention,
         args.offload_activations, args.freeze_vision_tower, args.image_tokens, args.critic,
-        args.rollout_layout, args.micro_batches,
+        args.rollout_layout, args.micro_batches, args.shard,
     )  # fmt: skip

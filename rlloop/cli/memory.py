@@ -22,7 +22,7 @@ def examine_model(
     folder: Path, gpus: int, dtype: str, tokens: int, memory: float | None, offload: str = "none", lora: int = 0,
     keep_attention: bool = False, offload_activations: bool = False, freeze_tower: bool = False,
     image_tokens: int | None = None, critic: bool = False, rollout: Sequence[str] | None = None,
-    micro_batches: int = MICRO_BATCHES,
+    micro_batches: int = MICRO_BATCHES, shard: str = "optimizer",
 ) -> Iterator[Line]:  # fmt: skip
     """A line for each layout of `folder`'s model over `gpus` ranks, those that fit first.
 
@@ -32,8 +32,9 @@ def examine_model(
     `freeze_tower`: `trainer.freeze_vision_tower`. `image_tokens`: of `tokens`, those of pictures; None: all, where the
     model sees. `critic`: `algorithm.critic`, which rules out `pp`. `rollout`: degrees of `rollout.layout`, such as
     tp=2, for all of the layouts; None: the engine reads the trainer's weights. `micro_batches`: at most so many of an
-    update. Raises `ConfigError` where it has none, cannot offload, has no tower, cannot have `rollout` or would train
-    packed weights, `ModelError` for a folder without a known config.json.
+    update. `shard`: `trainer.shard`; parameters rule out `pp`. Raises `ConfigError` where it has none, cannot offload,
+    has no tower, cannot have `rollout` or would train packed weights, `ModelError` for a folder without a known
+    config.json.
     """
     if offload == "masters" and dtype == "float32":
         raise ConfigError(MASTERS_STAY.format(dtype))
@@ -43,6 +44,11 @@ def examine_model(
     for option, given in (("freeze-vision-tower", freeze_tower), ("image-tokens", image_tokens is not None)):
         if given and config.vision is None:
             raise ConfigError(f"--{option}: {config.architecture} has no vision tower; leave it out")
+    pieces = shard == "parameters"
+    if pieces and lora:
+        raise ConfigError(
+            "--shard parameters: weights that are frozen under an adapter stay whole; leave it or --lora out"
+        )
     engine = None if rollout is None else _engine_layout(config, rollout, gpus)
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("this machine has no GPU whose memory could be read; add --memory GIB, as in --memory 80")
@@ -52,13 +58,13 @@ def examine_model(
     except ModelError as error:
         packed = {}
         yield Line(None, "packed weights", f"counted as if they were plain, since it is unknown which are: {error}")
-    every = (each for each in layouts(config, gpus, splits_sequences=True) if each.pp == 1 or not critic)
+    every = (each for each in layouts(config, gpus, splits_sequences=True) if each.pp == 1 or not (critic or pieces))
     needs = [
         predict(
             config, layout, DTYPES[dtype], tokens, offload, lora=lora, keep_attention=keep_attention,
             offload_activations=offload_activations, sleeps=True, freeze_tower=freeze_tower,
             image_tokens=image_tokens, critic=critic, engine=engine, micro_batches=micro_batches,
-            packed=packed,
+            packed=packed, pieces=pieces,
         )
         for layout in every
     ]  # fmt: skip
@@ -100,14 +106,14 @@ def examine_model(
             "model.dtype": dtype, "model.lora.rank": lora, "trainer.max_batch_tokens": tokens,
             "trainer.checkpoint_layers": "all", "trainer.offload": offload != "none" and offload,
             "trainer.checkpoint_keep_attention": keep_attention, "trainer.checkpoint_offload": offload_activations,
-            "trainer.freeze_vision_tower": freeze_tower,
+            "trainer.freeze_vision_tower": freeze_tower, "trainer.shard": pieces and shard,
         }  # fmt: skip
         keys = [f"{key}={str(value).lower()}" for key, value in settings.items() if value]
         yield Line(
             None, "start", " ".join([program, "train ... device=cuda", *keys, _keys(fits[0].layout, engine)]).rstrip()
         )
         divided = next((each.layout for each in fits if each.layout.pp > 1 or each.layout.tp > 1), None)
-        if divided is not None and engine is None:
+        if divided is not None and engine is None and not pieces:
             yield Line(
                 None,
                 "tp, ep and pp",
@@ -123,6 +129,7 @@ def examine_model(
         )
     else:
         more = "" if offload == "masters" else "--offload, "
+        more += "" if pieces or lora or gpus == 1 else "--shard parameters, "
         less = "or a smaller --tokens" if lora else "a smaller --tokens, or --lora RANK, an adapter over frozen weights"
         yield Line(
             False,

@@ -7,6 +7,7 @@ engine of another layout has weights of its own.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from rlloop.models.checkpoint_names import TOWER
 from rlloop.models.placement import check_placement
 from rlloop.models.weight_reader import type_in_memory
 from rlloop.numerics.packed import Packing
-from rlloop.parallel.layout import Layout, keys_of
+from rlloop.parallel.layout import Layout, beside, keys_of
 from rlloop.rollout.engine.engine import DEFAULT_CACHE_BYTES, SAVED_STATES, STATE_BYTES
 from rlloop.rollout.engine.kv_cache import bytes_per_token
 from rlloop.rollout.engine.steps import LOGITS_AT_ONCE
@@ -42,7 +43,7 @@ MICRO_BATCHES = 8  # of an update: sums of gradients in memory grow with their l
 TOKEN_BYTES = 128  # ids, positions and targets 24, settings 40; results, their gradients, a loss's numbers: 16 float32
 WORKSPACES = 2 * 32 << 20  # of cuBLAS on Hopper, for the threads of forwards and of backwards
 # Parts that exist while the trainer works, and while the engine does; its logits stay in the pools of recorded graphs.
-UPDATES = ("gradients", "kept", "selections", "features", "activations", "attention", "head", "values")
+UPDATES = ("gradients", "layers", "kept", "selections", "features", "activations", "attention", "head", "values")
 SAMPLES = ("cache", "states")
 ENGINES = (*SAMPLES, "logits")
 WAITING = "waiting"  # what `predict` moves to the host
@@ -99,6 +100,7 @@ def predict(
     lora: int = 0, trains: bool = True, keep_attention: bool = False, offload_activations: bool = False,
     sleeps: bool = False, freeze_tower: bool = False, image_tokens: int | None = None, critic: bool = False,
     engine: Layout | None = None, micro_batches: int = MICRO_BATCHES, packed: Mapping[str, Packing] | None = None,
+    pieces: bool = False,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that needs most; `tp` ranks with copies of key-value heads may need a little more.
 
@@ -110,8 +112,12 @@ def predict(
     `trains` the model is only scored and sampled. `critic`: `algorithm.critic` as well, which has and trains weights of
     its own, in turn with the policy. `engine`: `rollout.layout`, which fills the trainer's ranks once or several times;
     None: one that reads the trainer's weights. `micro_batches`: at most so many of an update. `packed`: weights that
-    are loaded packed (`weight_reader.packed_parameters`), which do not train.
+    are loaded packed (`weight_reader.packed_parameters`), which do not train. `pieces`: `trainer.shard=parameters`,
+    beside which the engine has all of its weights for itself.
     """
+    pieces = pieces and layout.dp_shard > 1 and trains and not lora
+    if pieces and engine is None:
+        engine = beside(layout)
     # The last rank of a stage has most of what does not divide, and so has the last stage of layers of one kind.
     mixed = config.blocks is not None or config.delta is not None
     stages = range(layout.pp) if mixed else sorted({0, layout.pp - 1})
@@ -122,7 +128,7 @@ def predict(
         (
             _parts(
                 config, layout, rank, dtype, tokens, lora, trains, keep_attention, offload_activations, freeze_tower,
-                tokens if image_tokens is None else image_tokens, critic, engine, micro_batches, packed or {},
+                tokens if image_tokens is None else image_tokens, critic, engine, micro_batches, packed or {}, pieces,
             )
             for rank in ranks
         ),
@@ -139,19 +145,29 @@ def predict(
 def _parts(
     config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, tokens: int, lora: int, trains: bool,
     keep_attention: bool, offload_activations: bool, freeze_tower: bool, image_tokens: int, critic: bool,
-    engine: Layout | None, micro_batches: int, packed: Mapping[str, Packing],
+    engine: Layout | None, micro_batches: int, packed: Mapping[str, Packing], pieces: bool,
 ) -> dict[str, int]:  # fmt: skip
     model, wide = RankWeights(config, layout, rank), torch.float32.itemsize
     sampled = model if engine is None else RankWeights(config, engine, rank % engine.world_size)
     held = owned = unpacked = 0
+    # Of each kind of layer of which a rank keeps rows: its numbers, and how many layers there are.
+    cut, copies = collections.Counter[str](), dict[str, int]()
     for count, name, entry, of_experts in model.distinct(packed):
         owners = layout.dp_shard // layout.expert_leaves if of_experts else layout.dp_shard
-        held += count * _nbytes(name, entry.live, dtype, packed)
+        if pieces and name.startswith("model.layers."):
+            held += count * _most(entry.live.shape, owners) * dtype.itemsize
+            cut[name.split(".")[2]] += entry.live.numel()
+            copies[name.split(".")[2]] = count
+        else:
+            held += count * _nbytes(name, entry.live, dtype, packed)
         if name in packed:
             unpacked = max(unpacked, entry.live.numel() * dtype.itemsize)
         elif not (freeze_tower and name.startswith(TOWER)):
             owned += count * _most(entry.live.shape, owners)
     frozen, every = {"compute copy": held}, owned
+    if cut:  # one that computes, and the next
+        whole = [numbers for kind, numbers in cut.most_common(2) for _ in range(copies[kind])]
+        frozen["layers"] = sum(whole[:2]) * dtype.itemsize
     if packed:  # products of many rows, and all of a backward, make a whole weight plain for a moment
         frozen["unpacked"] = unpacked
     if lora:
@@ -184,7 +200,7 @@ def _parts(
         trained["values"] = tokens * config.hidden_size * 2 * wide
     return {
         **frozen,
-        **({} if engine is None else {"engine": _engine_weights(sampled, model, lora, dtype, packed)}),
+        **({} if engine is None else {"engine": _engine_weights(sampled, model, lora, dtype, packed, pieces)}),
         **(trained if trains else {}),
         "cache": positions * cached,
         **({} if recurrence is None else {"states": _states(recurrence, sampled)}),
@@ -209,12 +225,17 @@ def _nbytes(name: str, live: Tensor, dtype: torch.dtype, packed: Mapping[str, Pa
 
 
 def _engine_weights(
-    sampled: RankWeights, trained: RankWeights, lora: int, dtype: torch.dtype, packed: Mapping[str, Packing]
+    sampled: RankWeights,
+    trained: RankWeights,
+    lora: int,
+    dtype: torch.dtype,
+    packed: Mapping[str, Packing],
+    apart: bool,
 ) -> int:
-    """Bytes of an engine's weights that are not the trainer's on the same rank: `Model(weights_of=)` shares the
-    others."""
+    """Bytes of an engine's weights that are not the trainer's on the same rank: unless all are `apart`,
+    `Model(weights_of=)` shares the others."""
     engine, trainer = sampled.context.layout, trained.context.layout
-    agree = World.of(trainer, engine).stages_agree
+    agree = not apart and World.of(trainer, engine).stages_agree
     if agree and (engine.tp, engine.ep, engine.pp) == (trainer.tp, trainer.ep, trainer.pp):
         return 0
     trainer_entries = dict(trained.entries()) if agree else {}

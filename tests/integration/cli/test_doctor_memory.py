@@ -58,6 +58,36 @@ def test_predicted_weights_and_masters_are_those_of_ranks(tmp_path):
         assert parts["optimizer"] == 2 * parts["masters"]
 
 
+def held_in_pieces(folder, layout):
+    """Bytes of the compute copy between uses of its layers, of its largest layer whole, and of an engine's weights."""
+    model = load_model(folder, dtype="bfloat16", context=join(CPU, layout))
+    layers = [sum(each.numel() for each in layer.parameters()) for layer in model.model.layers.children()]
+    engine = sum(each.numel() for each in model.parameters())
+    sharded = Trainer(model, TrainerConfig(shard="parameters")).sharded
+    assert sharded is not None
+    assert sharded.layers is not None
+    rows = [sharded.layers.rows(name) for name in sharded.tensors]
+    pieces = sum(each.numel() for each in rows if each is not None)
+    whole = sum(each.numel() for name, each in model.named_parameters() if not name.startswith("model.layers."))
+    return 2 * (pieces + whole), 2 * max(layers), 2 * engine
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=2, ep=2)], ids=["dp_shard", "ep"])
+def test_layers_of_which_ranks_keep_rows_are_predicted(layout, tmp_path):
+    save_model(new_model({**EXPERTS, "num_hidden_layers": 3}, seed=0), tmp_path / "model")
+    config = read_config(tmp_path / "model")
+    parts = predict(config, layout, torch.bfloat16, 64, pieces=True).parts
+    copy, layer, engine = map(max, zip(*run_ranks(2, held_in_pieces, tmp_path / "model", layout), strict=True))
+    assert copy <= parts["compute copy"] <= 1.01 * copy
+    assert parts["layers"] == 2 * layer
+    assert parts["engine"] == engine
+    whole = predict(config, layout, torch.bfloat16, 64).parts
+    assert parts["compute copy"] < whole["compute copy"] == engine
+    assert {name: parts[name] for name in whole if name != "compute copy"} == {
+        name: size for name, size in whole.items() if name != "compute copy"
+    }
+
+
 def test_ranks_with_the_larger_shares_are_predicted(tmp_path):
     config = {**EXPERTS, "num_experts": 5, "num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 1}
     save_model(new_model(config, seed=0), tmp_path / "model")
@@ -121,11 +151,15 @@ def test_the_command_has_the_settings_that_the_prediction_assumes(tmp_path, caps
     trainer = config.trainer
     assert (trainer.max_batch_tokens, trainer.checkpoint_layers, trainer.offload) == (512, "all", "none")
     kept = ["--keep-attention", "--offload-activations"]
+    _, config = command("--gpus", "2", "--shard", "parameters")
+    assert (config.trainer.shard, config.layouts[0]) == ("parameters", Layout(dp_shard=2))
     start, config = command("--gpus", "1", "--offload", "moments", "--lora", "4", *kept)
     trainer = config.trainer
     assert (start, config.model.lora.rank, trainer.offload) == ("rlloop train", 4, "moments")
     assert trainer.checkpoint_keep_attention
     assert trainer.checkpoint_offload
+    assert main([*arguments, "--gpus", "2", "--shard", "parameters", "--lora", "4"]) == 2
+    assert "--shard parameters: weights that are frozen under an adapter stay whole" in capsys.readouterr().err
 
 
 def test_tokens_that_no_rank_can_hold_alone_are_split(tmp_path, capsys):
