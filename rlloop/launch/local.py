@@ -32,7 +32,7 @@ from rlloop.trainer import CheckpointStore
 def local_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """Trainer and engine in this process, sharing one model's parameters."""
     path = prepared.task.model_folder()
-    model = load(config, path)
+    model = load(config, path, trains=True)
     drift = Drift(**vars(config.rollout.drift)) if config.rollout.drift.declared else None
     departs = drift is not None and not drift.both_sides
     if drift is not None and drift.both_sides:

@@ -16,11 +16,13 @@ from rlloop.config.numerics import ProfileConfig
 from rlloop.config.rollout import EngineKind, RolloutConfig
 from rlloop.config.run import ParityMode, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.room import check_room
 from rlloop.models import Model, load_model
 from rlloop.models.adapter_files import read_adapter
 from rlloop.models.adapter_weights import Adapter, choose_targets, fresh_weights
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import read_config
+from rlloop.models.weights import usable_device
 from rlloop.numerics.probe import probe
 from rlloop.numerics.profile import Drift, NumericsProfile
 from rlloop.parallel.context import ParallelContext
@@ -39,17 +41,21 @@ from rlloop.types import Sample
 ENGINE_SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "prefix_caching")  # of `rlloop.Engine`
 
 
-def load(config: RunConfig, source: str | Path, context: ParallelContext | None = None) -> Model:
+def load(
+    config: RunConfig, source: str | Path, context: ParallelContext | None = None, *, trains: bool = False
+) -> Model:
     """The model of a folder, under the run's type, device and profile; `context`: of one rank of many.
 
-    Raises ConfigError for packed weights without an adapter to train, and where `parity.mode=require` meets a machine
-    that fails the start-up probe.
+    Raises ConfigError for packed weights without an adapter to train, for one that `trains` and that a GPU has no room
+    for, and where `parity.mode=require` meets a machine that fails the start-up probe.
     """
     if config.model.lora.rank == 0 and read_config(source).quantization is not None:
         raise ConfigError(
             f"{source} has packed weights (its quantization_config or hf_quant_config.json), which are frozen: "
             "set model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
         )
+    if trains:
+        check_room(config, source, usable_device(config.device) if context is None else context.device)
     model = load_unchecked(config, source, context)
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)

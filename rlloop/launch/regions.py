@@ -51,7 +51,7 @@ from rlloop.web.server import BackgroundServer, Listen, read_token
 def region_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Iterator[Parts]:
     """Trainer, publisher, pool of engines, and the server that engines join by. All of it ends with the context."""
     path = prepared.task.model_folder()
-    model = load(config, path)
+    model = load(config, path, trains=True)
     trainer = make_trainer(model, config, path)
     history, critic = make_history(model, trainer, config), make_critic(config, path)
     schedule = schedule_of(config, history)

@@ -105,7 +105,7 @@ class Replica(Rank):
 
     def _open(self, config: RunConfig, path: str, *, apart: bool = False, beside: bool = False) -> None:
         """Loads the weights of `context`, and makes the engine, over those of `engine_context`; `apart`: its own."""
-        self.model = self.sampled = load(config, path, self.context)
+        self.model = self.sampled = load(config, path, self.context, trains=beside)
         if apart:
             self.sampled = load(config, path, self.engine_context)
         elif self.engine_context.layout != self.context.layout:
