@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from rlloop.cli.serve_api import api
-from rlloop.cli.serve_ranks import engine_over, layout_of, settings_of
+from rlloop.cli.serve_ranks import check_layout, engine_over, layout_of, settings_of
 from rlloop.config.fleet import is_address
 from rlloop.config.rollout import EngineKind
 from rlloop.errors import ConfigError
@@ -110,6 +110,7 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> None:
     if layout.world_size > 1:
         if args.engine is not EngineKind.embedded:
             raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {args.layout}")
+        check_layout(layout, args)
         engine, model = stack.enter_context(engine_over(layout, args))
     else:
         model = load_model(args.model, dtype=args.dtype, device=args.device, quantize=args.quantize)

@@ -38,6 +38,23 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in SETTINGS}
 
 
+def check_layout(layout: Layout, args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for more ranks than the model has heads, or the machine GPUs, before they are started."""
+    import torch
+
+    from rlloop.models.config import read_config
+    from rlloop.models.placement import fewest_heads
+    from rlloop.models.weights import usable_device
+
+    config, kind = read_config(args.model), usable_device(args.device).type
+    limits = [("the model's heads in a layer", fewest_heads(config))]
+    if kind == "cuda":
+        limits.append(("this machine's GPUs", torch.cuda.device_count()))
+    for what, most in limits:
+        if layout.tp > most:
+            raise ConfigError(f"--layout is tp={layout.tp}, more than {what} ({most}); give it tp={most} at most")
+
+
 @contextmanager
 def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engine, Model]]:
     """(engine, the weights that follow a store) over `layout.tp` processes, of which this is the first."""

@@ -29,7 +29,7 @@ def _fault(config: ModelConfig, key: str, layout: Layout) -> Misfit | None:
         return fault, with_at_most(layout, "pp", max(1, config.num_layers // deep))
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
-        if (degree := getattr(layout, axis)) > (heads := _heads(config)):
+        if (degree := getattr(layout, axis)) > (heads := fewest_heads(config)):
             return f"{axis} is {degree}, and ranks split layers of {heads} heads", with_at_most(layout, axis, heads)
     if layout.ep > 1 and not experts:
         return f"ep is {layout.ep}, and there are no experts", with_experts(layout, 1)
@@ -38,7 +38,7 @@ def _fault(config: ModelConfig, key: str, layout: Layout) -> Misfit | None:
     return misfit(layout, trains=key != "rollout.layout")
 
 
-def _heads(config: ModelConfig) -> int:
+def fewest_heads(config: ModelConfig) -> int:
     """The smallest number of heads in any layer."""
     recurrent = [mixer.num_heads for mixer in (config.delta, config.mamba) if mixer is not None]
     return min([config.num_heads, *recurrent])

@@ -13,7 +13,7 @@ from rlloop.cli import serve
 from rlloop.cli.main import main
 from rlloop.cli.serve_ranks import layout_of
 from rlloop.errors import ConfigError
-from rlloop.models import load_model
+from rlloop.models import load_model, weights
 from rlloop.rollout.engine.leader import LeadingEngine
 from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.sync.live import named_weights, tensors_of
@@ -84,3 +84,19 @@ def test_other_layouts_are_refused() -> None:
         with pytest.raises(ConfigError, match="tp=N"):
             layout_of([text])
     assert layout_of(["tp=3"]).tp == 3
+
+
+def test_more_ranks_than_heads_or_gpus_are_refused_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path)
+    monkeypatch.setattr(serve, "engine_over", lambda *_: pytest.fail("ranks were started"))
+    command = ["serve", "engine", "--model", str(tmp_path / "model")]
+    assert main([*command, "--layout", "tp=99"]) == 2
+    said = capfd.readouterr().err
+    assert "--layout is tp=99, more than the model's heads in a layer (" in said
+    assert "Traceback" not in said
+    monkeypatch.setattr(weights, "usable_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert main([*command, "--layout", "tp=2"]) == 2
+    assert "tp=2, more than this machine's GPUs (1); give it tp=1 at most" in capfd.readouterr().err
