@@ -44,4 +44,7 @@ def test_rays_actors_are_refused(tmp_path):
     process = train(tmp_path / "run", "profile=true", "launch=ray")
     output, _ = process.communicate()
     assert process.returncode == 2
-    assert "profile=true traces this process, and under launch=ray others work: set launch=local" in output
+    assert "profile=true traces this process, and under launch=ray others work: set launch=local\n" in output
+    process = train(tmp_path / "run", "profile=true", "launch=ray", "trainer.layout.dp_shard=2")
+    output, _ = process.communicate()
+    assert "set launch=local and start it by torchrun --nproc-per-node 2\n" in output
