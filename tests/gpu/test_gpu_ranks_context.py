@@ -49,7 +49,7 @@ def compared_here(degree: int) -> list[str]:
     return [each for case in cases for each in of(*case, degree)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_contexts_over_gpus_have_the_bits_of_one(degree: int) -> None:
     need_gpus(degree)
@@ -71,7 +71,7 @@ def updated(folder: Path, size: int, device: str = "cuda") -> list[str]:
     return different
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", UPDATES)
 def test_updates_over_gpus_repeat(tmp_path: Path, size: int) -> None:
     need_gpus(size)
