@@ -80,7 +80,7 @@ def compared(name: str, unit: str, scale: float, ours: list, others: dict[str, l
     mine, *theirs = seconds([ours, *others.values()])
     best = min(range(len(theirs)), key=lambda at: statistics.median(theirs[at]))
     ours_scaled, theirs_scaled = ([scale / each for each in times] for times in (mine, theirs[best]))
-    return Figure.of_rounds(name, unit, ours_scaled, list(others)[best], theirs_scaled, aim=aim)
+    return Figure.of_rounds(name, unit, ours_scaled, list(others)[best], theirs_scaled, aim=aim, peer_kind="fastest")
 
 
 def decode(model: str, sequences: int, context: int) -> Figure:

@@ -209,26 +209,28 @@ def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -
         ]
         return ", ".join([last["name"], *apart])
 
-    fastest = sorted(others.values(), key=lambda rounds: -float(np.median(of(rounds, "speed"))))
-    leanest = sorted(others.values(), key=lambda rounds: max(of(rounds, "peak"))) if mine[-1]["peak"] else []
+    fastest = sorted(others.items(), key=lambda side: -float(np.median(of(side[1], "speed"))))
+    leanest = sorted(others.items(), key=lambda side: max(of(side[1], "peak"))) if mine[-1]["peak"] else []
     speeds = [
         Figure.of_rounds(
             title, "tokens/s", of(mine, "speed"), named(rounds), of(rounds, "speed"),
-            aim=None if at else SPEED, roofline=bound,
+            peer_kind=f"transformers, {name}", aim=None if at else SPEED, roofline=bound,
         )
-        for at, rounds in enumerate(fastest)
+        for at, (name, rounds) in enumerate(fastest)
     ]  # fmt: skip
     for name, reason in failures.items():
         said = f"transformers, {name}: does not run here ({reason})"
-        speeds.append(Figure.of_rounds(title, "tokens/s", of(mine, "speed"), said, roofline=bound))
+        kind = f"transformers, {name}"
+        speeds.append(Figure.of_rounds(title, "tokens/s", of(mine, "speed"), said, peer_kind=kind, roofline=bound))
     speeds = speeds or [Figure.of_rounds(title, "tokens/s", of(mine, "speed"), roofline=bound)]
     memory = [
         Figure.of_rounds(
             f"peak memory, {title}", "GiB", of(mine, "peak"),
             f"{rounds[-1]['name']}: {max(of(rounds, 'peak')):.1f}, and {lacks:.1f} of masters, moments, gradients",
-            [peak + lacks for peak in of(rounds, "peak")], aim=None if at else MEMORY, lower_is_better=True,
+            [peak + lacks for peak in of(rounds, "peak")], peer_kind=f"transformers, {name}",
+            aim=None if at else MEMORY, lower_is_better=True,
         )
-        for at, rounds in enumerate(leanest)
+        for at, (name, rounds) in enumerate(leanest)
     ]  # fmt: skip
     return speeds + memory
 

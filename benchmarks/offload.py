@@ -191,7 +191,8 @@ def figures_of(name: str, setting: str, run: Run, none: Run | None, peer: str) -
         figures.append(
             Figure(
                 name=f"update longer by, {of}", unit="s", value=max(run.update - none.update, 1e-9),
-                peer=f"{run.moved / GIB:.2f} GiB over PCIe", peer_value=run.moved / run.bandwidth, aim=1.0, **known,
+                peer=f"{run.moved / GIB:.2f} GiB over PCIe", peer_kind="over PCIe",
+                peer_value=run.moved / run.bandwidth, aim=1.0, **known,
             )
         )  # fmt: skip
     return figures

@@ -183,7 +183,7 @@ def main() -> None:
     works = given.only or list(WORK)
 
     def record(work: str, by_side: Rounds) -> None:
-        figures = figures_of(work, by_side, given.tp, vllm)
+        figures = figures_of(work, by_side, given.tp, names[1:])
         packages = ("triton", *(("vllm",) if given.vllm else ()))
         report(f"ranks-engine-{given.tp}", figures, packages=packages, part=True, write=not given.quick)
 
@@ -205,20 +205,20 @@ def left_out(side: Child, error: Ended) -> None:
     print(error, file=sys.stderr, flush=True)
 
 
-def figures_of(work: str, by_side: Rounds, tp: int, beside: bool) -> list[Figure]:
-    """`beside`: peers were asked for; they may have ended."""
+def figures_of(work: str, by_side: Rounds, tp: int, asked: list[str]) -> list[Figure]:
+    """`asked`: the peers, which may have ended."""
     for name, speeds in by_side.items():
         low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
         print(f"tp {tp}, {WORK[work]}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s", flush=True)
     ours, title = by_side["rlloop"], f"engine on {tp} GPUs, Qwen3-8B shape bf16, {WORK[work]}"
-    peers = {name: speeds for name, speeds in by_side.items() if name != "rlloop"}
-    if not peers:
-        return [Figure.of_rounds(title, "tokens/s", ours, "vLLM: it ended" if beside else None)]
-    aims = {name: AIMS[work] if name == "vLLM default" else 1.5 for name in peers}
+    aims = {name: AIMS[work] if name == "vLLM default" else 1.5 for name in asked}
     return [
-        Figure.of_rounds(title, "tokens/s", ours, f"{name} tp {tp}, unseeded", speeds, aim=aims[name])
-        for name, speeds in peers.items()
-    ]
+        Figure.of_rounds(
+            title, "tokens/s", ours, f"{name} tp {tp}" + (", unseeded" if name in by_side else ": it ended"),
+            by_side.get(name), aim=aims[name],
+        )
+        for name in asked
+    ] or [Figure.of_rounds(title, "tokens/s", ours)]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -118,20 +118,21 @@ def child(name: str, folder: str, ranks: int, tiny: bool) -> None:
     rank_main(folder, ranks, 0, tiny)
 
 
-def figures_of(work: str, by_side: Rounds, ranks: int, beside: bool) -> list[Figure]:
-    """`beside`: peers were asked for; they may have ended."""
+def figures_of(work: str, by_side: Rounds, ranks: int, asked: list[str]) -> list[Figure]:
+    """`asked`: the peers, which may have ended."""
     for name, speeds in by_side.items():
         low, middle, high = min(speeds), statistics.median(speeds), max(speeds)
         print(f"{work}: {name} {low:,.0f} / {middle:,.0f} / {high:,.0f} tokens/s", flush=True)
     count, prompt, new = WORK[work]
     title = f"engine, 16 layers of 128 experts bf16, EP {ranks}, {count} x ({prompt} in, {new} out)"
-    ours, peers = by_side["rlloop"], {name: speeds for name, speeds in by_side.items() if name != "rlloop"}
-    if not peers:
-        return [Figure.of_rounds(title, "tokens/s", ours, "vLLM: it ended" if beside else None)]
+    ours = by_side["rlloop"]
     return [
-        Figure.of_rounds(title, "tokens/s", ours, f"{name} {ranks}, unseeded", speeds, aim=1.1)
-        for name, speeds in peers.items()
-    ]
+        Figure.of_rounds(
+            title, "tokens/s", ours, f"{name} {ranks}" + (", unseeded" if name in by_side else ": it ended"),
+            by_side.get(name), aim=1.1,
+        )
+        for name in asked
+    ] or [Figure.of_rounds(title, "tokens/s", ours)]  # fmt: skip
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
     works = given.only or list(WORK)
 
     def record(work: str, by_side: Rounds) -> None:
-        figures = figures_of(work, by_side, given.gpus, vllm)
+        figures = figures_of(work, by_side, given.gpus, names[1:])
         packages = ("triton", *(("vllm",) if given.vllm else ()))
         write = not (given.quick or given.tiny)
         report(f"ranks-experts-{given.gpus}", figures, packages=packages, part=True, write=write)

@@ -3,11 +3,14 @@
     figures = [Figure(name="decode", unit="tokens/s", value=5100.0, peer="transformers", peer_value=3300.0, aim=1.5)]
     report("decode", figures)  # prints a table and writes benchmarks/results/decode.json
 
-Keys: name, gpu, host, versions, commit, command, unit, peer, peer_value, value, ratio, aim, spread, peer_spread,
-roofline, date. `gpu` names the device that did the work, a CPU too, and `host` the processor beside it; `ratio` is
-better when larger, whatever the unit. Of several rounds, `value` and `peer_value` are medians, and `spread` and
-`peer_spread` are [least, most]. `roofline` is the value that the device's memory bandwidth and arithmetic allow.
+Keys: name, gpu, host, versions, commit, command, unit, peer, peer_kind, peer_value, value, ratio, aim, spread,
+peer_spread, roofline, date. `gpu` names the device that did the work, a CPU too, and `host` the processor beside it;
+`ratio` is better when larger, whatever the unit. Of several rounds, `value` and `peer_value` are medians, and `spread`
+and `peer_spread` are [least, most]. `roofline` is the value that the device's memory bandwidth and arithmetic allow.
 Records made before a key existed lack it.
+
+A run of a part replaces the records of the same names and kinds of peer, and the others stay, those of peers that it
+left out, too; `results/earlier.json` keeps what it replaced. A run of the whole makes its file anew.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -30,6 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 # Arguments of a run that measures a part of its table.
 PARTS = ("--only", "--models", "--lrs", "--cells", "--seconds", "--shape", "--rows", "--layers")
+RECORDED: list[dict[str, Any]] = []  # by this process, whose later records complete the earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class Figure:
     unit: str  # e.g. tokens/s, ms, GB/s
     value: float
     peer: str | None = None
+    peer_kind: str | None = None  # one for all runs, where it is not the peer's words before a comma or a colon
     peer_value: float | None = None
     aim: float | None = None  # the ratio to reach
     lower_is_better: bool = False
@@ -76,6 +82,7 @@ class Figure:
             "command": command,
             "unit": self.unit,
             "peer": self.peer,
+            "peer_kind": self.peer_kind,
             "peer_value": _rounded(self.peer_value),
             "value": _rounded(self.value),
             "ratio": _rounded(self.ratio),
@@ -93,8 +100,8 @@ def report(
 ) -> Path | None:  # fmt: skip
     """Print the figures and `write` them to `results/<name>.json`; `packages` are the peers whose versions matter.
 
-    `part`: these are some of what the script measures, and what was recorded under other names stays. None: they are
-    if the script was given one of `PARTS`.
+    `part`: these are some of what the script measures, and what was recorded under other names, or beside peers of
+    other kinds, stays. None: they are if the script was given one of `PARTS`.
     """
     if figures:
         print(table(figures), flush=True)
@@ -115,19 +122,44 @@ def report(
     path = RESULTS / f"{name}.json"
     if part is None:
         part = any(argument.startswith(PARTS) for argument in sys.argv)
-    if path.exists() and part:
-        records = beside(json.loads(path.read_text()), records)
     path.parent.mkdir(exist_ok=True)
+    made, replaced = records, list[dict[str, Any]]()
+    if path.exists() and part:
+        records, replaced = beside(json.loads(path.read_text()), made)
     path.write_text(json.dumps(records, indent=2) + "\n")
+    keep([each for each in replaced if each not in RECORDED and each not in made])
+    RECORDED.extend(made)
     print(f"written to {path}", flush=True)
     return path
 
 
-def beside(before: list[dict[str, Any]], made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`made` in place of the records of the same names, and the others as they were."""
-    names = {each["name"] for each in made}
-    place = next((at for at, each in enumerate(before) if each["name"] in names), len(before))
-    return [*before[:place], *made, *(each for each in before[place:] if each["name"] not in names)]
+def beside(
+    before: list[dict[str, Any]], made: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(`made` among the records that stay, those that it replaces).
+
+    Replaced are records of the same name that are of the same kind of peer, or without a peer, or of this process.
+    """
+    names = list(dict.fromkeys(each["name"] for each in made))
+    kinds = {(each["name"], kind_of(each)) for each in made} | {(name, None) for name in names}
+    same = [each for each in before if each["name"] in names]
+    replaced = [each for each in same if (each["name"], kind_of(each)) in kinds or each in RECORDED]
+    block = sorted([*made, *(each for each in same if each not in replaced)], key=lambda row: names.index(row["name"]))
+    place = before.index(same[0]) if same else len(before)
+    return [*before[:place], *block, *(each for each in before[place:] if each["name"] not in names)], replaced
+
+
+def kind_of(record: dict[str, Any]) -> str | None:
+    """What a peer is called in all runs: "vLLM default" of "vLLM default, unseeded" and of "vLLM default: it ended"."""
+    return record.get("peer_kind") or (record["peer"] and re.split("[,:]", record["peer"])[0])
+
+
+def keep(replaced: list[dict[str, Any]]) -> None:
+    """Add records to `results/earlier.json`, those that it lacks."""
+    path = RESULTS / "earlier.json"
+    before = json.loads(path.read_text()) if path.exists() else []
+    if more := [each for each in replaced if each not in before]:
+        path.write_text(json.dumps([*before, *more], indent=2) + "\n")
 
 
 def table(figures: list[Figure]) -> str:

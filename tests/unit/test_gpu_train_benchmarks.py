@@ -48,6 +48,8 @@ def test_the_fastest_peer_counts_for_speed_and_the_leanest_for_memory(module):
     assert lean.peer == "transformers, padded, sdpa: 20.0, and 41.5 of masters, moments, gradients"
     assert (lean.ratio, lean.aim, fat.aim) == (lean.peer_value / 60, 1.0, None)
     assert len({each.name for each in (fast, slow, none)}) == 1
+    kinds = [each.peer_kind.removeprefix("transformers, ") for each in (fast, slow, none, lean, fat)]
+    assert kinds == ["packed", "padded", "packed, compiled", "padded", "packed"]
     assert train.together("0.6B", 4, 80e9)
     assert not train.together("8B-8", 4, 80e9)
     assert train.together("8B-8", 4, 150e9)
