@@ -76,11 +76,6 @@ class RunConfig:
                 "rollout.drift.products=fp8 calls kernels of a GPU; set device=cuda, or rollout.drift.products=none, "
                 "which rounds alike on a CPU"
             )
-        if self.profile and self.launch is Launch.ray:
-            start = "" if self.world.size == 1 else f" and start it by torchrun --nproc-per-node {self.world.size}"
-            raise ConfigError(
-                f"profile=true traces this process, and under launch=ray others work: set launch=local{start}"
-            )
         if self.trainer.offload == "masters" and self.model.dtype == "float32":
             raise ConfigError(MASTERS_STAY.format(self.model.dtype))
         self._check_start()

@@ -57,7 +57,8 @@ def ray_parts(config: RunConfig, prepared: Prepared, folder: RunFolder) -> Itera
             objection=lambda trainer, state: numerics_objection(trainer, config.parity.mode, state),
         )
         stack.callback(pool.close)
-        yield remote_parts(config, prepared, folder, trainer, pool.engine, pool, pool.engine.pool.take_metrics)
+        metrics = pool.engine.pool.take_metrics
+        yield remote_parts(config, prepared, folder, trainer, pool.engine, pool, metrics, apart=True)
 
 
 @contextmanager

@@ -368,9 +368,11 @@ def remote_parts(
     engine: Engine,
     sync: WeightSync,
     metrics: Callable[[], Mapping[str, float]] = dict,
+    *,
+    apart: bool = False,
 ) -> Parts:
     """Parts of a run whose trainer is a `Colocated` worker behind a handle. `metrics`: of engines, since the last
-    step."""
+    step. `apart`: rank 0 has a process of its own."""
     schedule = schedule_of(config, RemoteHistory(trainer))
     return Parts(
         task=prepared.task,
@@ -386,4 +388,5 @@ def remote_parts(
         doctor=lambda sample, difference: trainer.call("diagnose", sample, difference)(),
         schedule=schedule,
         measured=partial(measured, metrics, schedule),
+        ranks=trainer.call if apart else None,
     )

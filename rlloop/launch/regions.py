@@ -110,7 +110,8 @@ def ranked_region_parts(
             engine.prefill_logprobs = reference.prefill_logprobs
             begin, anchor = in_turn_with_training(ranks), lambda: ranks.call("publications.anchor")()
             sync = RegionSync(begin, anchor, engine, reference, thread)
-            yield remote_parts(config, prepared, folder, ranks, engine, sync, engine.pool.take_metrics)
+            metrics = engine.pool.take_metrics
+            yield remote_parts(config, prepared, folder, ranks, engine, sync, metrics, apart=apart)
 
 
 def open_publisher(fleet: FleetConfig, path: Path) -> Publisher:

@@ -211,7 +211,7 @@ def _drive(
             stack.callback(sink.close)
         machine = MachineUse(folder.path)
         stack.callback(machine.close)
-        timeline = Timeline(folder.path, lambda text: progress.note(text)) if config.profile else None
+        timeline = Timeline(folder.path, lambda text: progress.note(text), parts.ranks) if config.profile else None
         mark = nullcontext if timeline is None else timeline.phase
         loop = Loop(config, parts, folder, monitor, observers, machine.latest, mark)
         stack.callback(loop.close)
@@ -237,8 +237,7 @@ def _drive(
         observers.append(progress)
         observers.append(callbacks)
         if timeline is not None:
-            observers.append(timeline)
-            stack.callback(timeline.close)
+            observers.append(stack.enter_context(timeline))
             progress.note(f"the second to fourth step are traced: {timeline.file}, for ui.perfetto.dev")
         callbacks.start()
         collect_rarely(stack)

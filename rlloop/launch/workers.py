@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from rlloop.launch.make import (
     take_turns,
 )
 from rlloop.launch.publishing import Publications
+from rlloop.launch.timeline import FILE, Phase, Tracer
 from rlloop.models import Model
 from rlloop.models.parameters import ParameterStore
 from rlloop.models.weights import usable_device
@@ -183,6 +186,7 @@ class Colocated(Replica):
             threads=threads,
         )
         self._published: dict[str, float] = {}
+        self._tracer = Tracer()
 
     def set_version(self, version: int) -> None:
         """The engine has the trainer's weights, now `version`; parts of another layout are copied from rank to rank."""
@@ -206,6 +210,19 @@ class Colocated(Replica):
         self, batch: Sequence[Sample], loss: Callable[..., Any], old_logprobs: Sequence[np.ndarray] | None
     ) -> UpdateResult:
         return self.trainer.forward_backward(batch, loss, old_logprobs=old_logprobs)
+
+    def trace(self) -> None:
+        """Begins to trace rank 0."""
+        if self.world.rank == 0:
+            self._tracer.start()
+
+    def traced(self, phases: Sequence[Phase]) -> tuple[bytes, bool] | None:
+        """Rank 0's trace with the loop's phases, compressed, and `Tracer.stop`'s result."""
+        if self.world.rank > 0:
+            return None
+        with TemporaryDirectory() as folder:
+            whole = self._tracer.stop(file := Path(folder, FILE), phases)
+            return file.read_bytes(), whole
 
     def trainer_fingerprint(self) -> dict[str, Any]:
         return self.compared(self.trainer.fingerprint())

@@ -41,3 +41,4 @@ class Parts:
     # Observation
     doctor: Callable[[Sample, TokenDifference], Finding | None] | None = None  # names the first operation that differs
     measured: Callable[[], Mapping[str, float]] = dict  # metrics that the parts gathered since the last step
+    ranks: Callable[..., Callable[[], Any]] | None = None  # calls a method of all ranks; None: rank 0 is this process

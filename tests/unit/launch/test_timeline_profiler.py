@@ -53,3 +53,23 @@ def test_a_thread_that_works_since_before_is_traced(tmp_path):
         rank.submit(torch.cumsum, torch.ones(2), 0).result()
         timeline.close()
     assert b"aten::cumsum" in gzip.decompress(timeline.file.read_bytes())
+
+
+def test_ranks_that_may_hang_are_not_asked_for_their_trace(tmp_path):
+    """After a second Ctrl-C, say, while they sample."""
+    calls = list[str]()
+
+    def ranks(method, *args):
+        calls.append(method)
+        return lambda: (b"a trace", True)
+
+    timeline = Timeline(tmp_path, print, ranks)
+    timeline.log(1, {})
+    with pytest.raises(KeyboardInterrupt), timeline:
+        raise KeyboardInterrupt
+    assert calls == ["trace"]
+    assert not timeline.file.exists()
+    with Timeline(tmp_path, print, ranks) as timeline:
+        timeline.log(1, {})
+    assert calls[1:] == ["trace", "traced"]
+    assert timeline.file.read_bytes() == b"a trace"
