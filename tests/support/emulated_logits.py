@@ -66,6 +66,45 @@ def test_a_loss_of_entropies_makes_logits_again(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(of_both, again)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_impossible_target_sends_no_gradient(trains: bool) -> None:
+    hidden, weight, targets, scale = inputs(trains)
+    banned = torch.tensor([int(targets[0])], device=DEVICE)
+    start = torch.tensor([0] + [1] * ROWS, device=DEVICE)
+    logprobs, _ = operators.token_logprob(
+        hidden, weight, targets, LogitsProcessing(banned_start=start, banned_ids=banned)
+    )
+    scale[0] = float("-inf")  # as a KL estimate's would be
+    made = torch.autograd.grad(logprobs, (hidden, weight)[: 1 + trains], scale)
+    assert logprobs[0] == float("-inf")
+    assert made[0][0].count_nonzero() == 0
+    assert all(gradient.isfinite().all() for gradient in made)
+
+
+def test_a_second_backward_makes_logits_again() -> None:
+    hidden, weight, targets, scale = inputs(False)
+    logprobs, _ = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    (once,), (again,) = (torch.autograd.grad(logprobs, hidden, scale, retain_graph=True) for _ in range(2))
+    assert (once.double() - again.double()).norm() < CLOSE * once.double().norm()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    hidden, weight, targets, scale = inputs(True)
+    logprobs, _ = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    (first,) = torch.autograd.grad(logprobs, hidden, scale.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_no_rows_give_zeros() -> None:
+    hidden, weight, targets, scale = (each[:0] if at != 1 else each for at, each in enumerate(inputs(True)))
+    logprobs, _ = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    of_hidden, of_weight = torch.autograd.grad(logprobs, (hidden, weight), scale)
+    assert of_hidden.shape == hidden.shape
+    assert of_weight.shape == weight.shape
+    assert of_weight.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("rows", [0, 1, 37])
 def test_narrow_sums_are_widened_first(rows: int) -> None:
     generator = torch.Generator().manual_seed(1)

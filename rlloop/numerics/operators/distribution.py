@@ -1,7 +1,8 @@
 """`token_logprob` and `sample`: one definition of a row's distribution for trainer and sampler.
 
 Logits are the float32 sums of `linear`, never rounded to a narrower type. Memory for them is bounded: forward and
-backward process the rows in chunks, and the backward recomputes each chunk's logits.
+backward process the rows in chunks, and the backward recomputes each chunk's logits, where kernels did not keep their
+gradients (`Kernels.kept_token_logprob`).
 """
 
 from __future__ import annotations

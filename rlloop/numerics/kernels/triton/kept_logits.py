@@ -4,8 +4,9 @@ A logprob's gradient by its row of logits, onehot(target) - p, needs no loss: th
 multiplies the products behind it. So the forward keeps that in 16 bits, or, of a frozen weight, its product alone; the
 backward of a weight is one product over all rows, with a float32 sum.
 
-Of more than `KEPT_BYTES`, of float32 models and where a loss differentiates entropies, the logits are made again, chunk
-by chunk. Which way is taken follows from shapes and the loss, and so does the gradient's rounding.
+Of more than `KEPT_BYTES`, of float32 models, where a loss differentiates entropies and in a second backward of one
+graph, the logits are made again, chunk by chunk. Which way is taken follows from shapes and the loss, and so does the
+gradient's rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rlloop.numerics.kernels.triton.distribution import Rows
 from rlloop.numerics.kernels.triton.token_logprob import token_logprob, token_logprob_backward
@@ -46,22 +48,25 @@ class _KeptLogits(torch.autograd.Function):
                 torch.mm(measured.gradient(*gradients), weight, out=kept[chunk])
 
         results = token_logprob(hidden, weight, targets, *others, *[None] * 4, keep=keep)
-        ctx.save_for_backward(hidden, weight, targets, *others[:3], results[1])
+        ctx.save_for_backward(hidden, weight, targets, *others[:3], *results[:2])
         ctx.kept = kept
         ctx.mark_non_differentiable(*results[2:])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropies: Tensor | None, *_: Any) -> Any:
-        *inputs, entropies = ctx.saved_tensors
+        *inputs, logprobs, entropies = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # or it would be held until the whole backward has ended
         hidden, weight, whole = *inputs[:2], ctx.needs_input_grad[1]
         scale = torch.zeros_like(entropies) if of_logprobs is None else of_logprobs
-        if of_entropies is not None:
+        if kept is None or of_entropies is not None:
             del kept
+            of_entropies = torch.zeros_like(entropies) if of_entropies is None else of_entropies
             grads = token_logprob_backward(*inputs, entropies, scale, of_entropies, whole)
             return grads[0], grads[1] if whole else None, *[None] * 7
+        scale = scale.masked_fill(logprobs.isneginf(), 0)  # impossible targets send nothing, not even an infinity
         of_hidden = torch.mm(kept, weight) if whole else kept
         of_weight = torch.mm(kept.T, _scaled(hidden, scale)) if whole else None
         return _scaled(of_hidden, scale), of_weight, *[None] * 7
