@@ -152,18 +152,21 @@ def normed(x: Tensor, norm: Norm, eps: float, residual: Tensor | None, step: Ste
 
 def saved_as_made(made: Tensor, make: Callable[..., Tensor], *of: Tensor, step: Step) -> AbstractContextManager[Any]:
     """Where `made`, which is `make(*of)`, is saved for a gradient on a GPU, nothing is held but `of`, and it is made
-    again: of an MLP's activation at the cost of reading what its own gradient reads as well. Not in a layer that is
-    made again as a whole."""
+    again: of a gated MLP's activation at the cost of reading what its own gradient reads as well. (That of `PlainMlp`
+    does not read `of`, which would be held in place of `made`.) Not in a layer that is made again as a whole."""
     if not (made.is_cuda and torch.is_grad_enabled()) or step.recomputed:
         return nullcontext()
     return made_again(made, make, *of)
 
 
 def made_again(made: Tensor, make: Callable[..., Tensor], *of: Tensor) -> AbstractContextManager[Any]:
-    held, address, shape = [each.detach() for each in of], made.data_ptr(), made.shape
+    def place(x: Tensor) -> tuple[Any, ...]:
+        return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+    held, at = [each.detach() for each in of], place(made)
 
     def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.data_ptr() == address and saved.shape == shape else saved
+        return None if place(saved) == at else saved
 
     def unpack(saved: Tensor | None) -> Tensor:
         with torch.no_grad():
@@ -182,10 +185,8 @@ class PlainMlp(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias, across=True, rows=in_tiles(hidden_size, tp))
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        ops, up = step.ops, self.up_proj(x, step.ops)
-        inner = ops.relu_squared(up)
-        with saved_as_made(inner, ops.relu_squared, up, step=step):
-            return self.down_proj.whole(inner, ops, self.inner, unread=step.unread)
+        inner = step.ops.relu_squared(self.up_proj(x, step.ops))
+        return self.down_proj.whole(inner, step.ops, self.inner, unread=step.unread)
 
 
 class Mlp(nn.Module):

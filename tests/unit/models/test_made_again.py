@@ -16,9 +16,11 @@ from rlloop.models.layers import made_again
 from tests.support.checkpoints import make_checkpoint
 
 
-@pytest.mark.parametrize("family", ["qwen3", "nemotron_h"])  # with a gate, and without
+@pytest.mark.parametrize(("family", "gated"), [("qwen3", True), ("nemotron_h", False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_keep_their_bits(tmp_path: Path, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_keep_their_bits(
+    tmp_path: Path, family: str, gated: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(tmp_path, family)
     again: list[Tensor] = []
 
@@ -37,7 +39,7 @@ def test_gradients_keep_their_bits(tmp_path: Path, family: str, dtype: str, monk
     kept = gradients()
     monkeypatch.setattr(layers, "saved_as_made", on_gpus)
     made = gradients()
-    assert again
+    assert bool(again) == gated  # the gradient of `relu(up) ** 2` does not read `up`, which would be held in addition
     assert kept.keys() == made.keys()
     assert all(torch.equal(kept[name], made[name]) for name in kept)
 
@@ -57,3 +59,12 @@ def test_what_is_made_again_is_not_held() -> None:
     assert gone() is None
     (expected,), (found,) = torch.autograd.grad(held.sum(), weight), torch.autograd.grad(out.sum(), weight)
     assert torch.equal(expected, found)
+
+
+def test_a_transposed_activation_is_another_tensor() -> None:
+    x, weight = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    inner = x.square()
+    with made_again(inner, torch.square, x):
+        out = inner.T @ weight
+    (found,) = torch.autograd.grad(out.sum(), weight)
+    torch.testing.assert_close(found, inner @ torch.ones(4, 4))
