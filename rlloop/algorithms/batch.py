@@ -15,6 +15,15 @@ from rlloop.metrics import Reduction
 from rlloop.numerics.transfer import on_device
 
 
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Unmasked tokens of each sequence under this mask, known to the host: a GPU need not be waited for."""
+
+    tokens: Sequence[int]
+    mask: Tensor
+    sequence: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossBatch:
     """One flat micro-batch of completion tokens, of whole sequences, with the size of the whole optimizer step.
@@ -46,7 +55,7 @@ class LossBatch:
     total_sequences: int  # sequences with at least one unmasked token, of the whole optimizer step
     ref_logprobs: Tensor | None = None  # [N] of a frozen reference policy
     weights: Tensor | None = None  # [N] constant factors of the policy term, from a correction; None: 1 everywhere
-    counts: Sequence[int] | None = None  # unmasked tokens of each sequence, if known: a GPU need not be waited for
+    known: Counts | None = None  # the trainer's; not of a mask that `replace` has changed since
     dense: bool = False  # set by `unmasked` alone: no masked token is left, and all is float64
 
     def unmasked(self) -> LossBatch:
@@ -61,6 +70,7 @@ class LossBatch:
 
         everything = self.counts is not None and sum(self.counts) == len(self.mask)
         here = slice(None) if everything else self.mask
+        mask, sequence = self.mask[here], self.sequence[here]
 
         def keep(values: Tensor) -> Tensor:
             return values[here].double()
@@ -72,12 +82,19 @@ class LossBatch:
             old_logprobs=keep(self.old_logprobs),
             rollout_logprobs=keep(self.rollout_logprobs),
             advantages=keep(self.advantages),
-            sequence=self.sequence[here],
-            mask=self.mask[here],
+            sequence=sequence,
+            mask=mask,
             ref_logprobs=None if self.ref_logprobs is None else keep(self.ref_logprobs),
             weights=None if self.weights is None else keep(self.weights),
+            known=None if self.counts is None else Counts(self.counts, mask, sequence),
             dense=True,
         )
+
+    @property
+    def counts(self) -> Sequence[int] | None:
+        """Unmasked tokens of each sequence, where the host knows them."""
+        known = self.known
+        return known.tokens if known and known.mask is self.mask and known.sequence is self.sequence else None
 
     @cached_property
     def sequence_lengths(self) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlloop.algorithms import LossBatch
+from rlloop.algorithms.batch import Counts
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
 from rlloop.models.shared_prompts import shared_tokens
@@ -101,7 +102,8 @@ class StepBatch:
         it is the rollout policy as well.
         """
         old, rollout = self.old_logprobs, self.rollout_logprobs
-        here = logprobs.detach()
+        here, mask = logprobs.detach(), self.mask[micro.tokens]
+        sequence = self.sequence[micro.tokens] - micro.sequences.start
         return LossBatch(
             logprobs=logprobs,
             entropy=entropy,
@@ -109,9 +111,9 @@ class StepBatch:
             rollout_logprobs=here if rollout is None else rollout[micro.tokens],
             ref_logprobs=ref,
             advantages=self.advantages[micro.tokens],
-            sequence=self.sequence[micro.tokens] - micro.sequences.start,
-            mask=self.mask[micro.tokens],
-            counts=self.trained[micro.sequences],
+            sequence=sequence,
+            mask=mask,
+            known=Counts(self.trained[micro.sequences], mask, sequence),
             total_tokens=self.total_tokens,
             total_sequences=self.total_sequences,
         )

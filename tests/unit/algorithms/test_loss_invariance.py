@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlloop.algorithms import corrected, dapo, get_correction, get_loss, grpo, gspo, measured
+from rlloop.algorithms.batch import Counts
 from rlloop.algorithms.losses import LOSSES
 from rlloop.metrics import Max, Min, merge, values
 from tests.support.loss_batches import POLICY_LOSSES, WHOLE_STEP, gradient, make_batch, random_batch, take
@@ -98,6 +99,34 @@ def test_a_micro_batch_without_tokens_adds_nothing(loss):
     assert output.loss.item() == 0
     assert output.metrics == {}
     assert not gradient(empty, loss).any()
+
+
+def with_counts(batch):
+    """As the trainer makes it, with a last sequence that has no token."""
+    tokens = torch.bincount(batch.sequence[batch.mask], minlength=int(batch.sequence.max()) + 2).tolist()
+    return replace(batch, known=Counts(tokens, batch.mask, batch.sequence))
+
+
+@every_loss
+@pytest.mark.parametrize("masked", [0, 1, 6])
+def test_counts_that_the_host_knows_change_nothing(loss, masked):
+    batch = random_batch(3)
+    mask = torch.arange(len(batch.mask)) >= masked
+    batch = replace(batch, mask=mask, total_tokens=int(mask.sum()), total_sequences=len(batch.sequence[mask].unique()))
+    known = with_counts(batch)
+    assert known.unmasked().counts is not None
+    assert torch.equal(known.sequence_lengths, batch.sequence_lengths)
+    assert torch.equal(gradient(known, loss), gradient(batch, loss))
+    assert values(loss(known).metrics) == values(loss(batch).metrics)
+
+
+@every_loss
+def test_a_loss_may_mask_tokens_that_the_trainer_counted(loss):
+    batch = random_batch(4)
+    batch = with_counts(replace(batch, mask=torch.ones_like(batch.mask)))
+    fewer = replace(batch, mask=torch.arange(len(batch.mask)) % 3 > 0)
+    assert torch.equal(gradient(fewer, loss), gradient(replace(fewer, known=None), loss))
+    assert gradient(fewer, loss)[::3].count_nonzero() == 0
 
 
 def test_defect_a_sequence_mean_that_counts_masked_tokens():
