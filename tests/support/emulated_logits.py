@@ -12,6 +12,7 @@ from rlloop.numerics import operators
 from rlloop.numerics.kernels.triton import kept_logits
 from rlloop.numerics.kernels.triton.wide_sum import wide_sum
 from rlloop.numerics.layout import LogitsProcessing
+from rlloop.numerics.packed import FP8, PackedWeight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, WIDTH, VOCABULARY = 9, 32, 300
@@ -94,6 +95,16 @@ def test_gradients_of_gradients_are_refused() -> None:
     (first,) = torch.autograd.grad(logprobs, hidden, scale.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+def test_the_weight_may_be_packed() -> None:
+    hidden, _, targets, scale = inputs(False)
+    codes = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(2)).to(FP8.codes).to(DEVICE)
+    weight = PackedWeight(codes, torch.ones(VOCABULARY, 1, device=DEVICE), FP8)
+    logprobs, _ = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    (made,) = torch.autograd.grad(logprobs, hidden, scale)
+    wanted, _ = exact(hidden, weight.dequantised(), targets, scale, 1.0)
+    assert (made.double() - wanted).norm() < CLOSE * wanted.norm()
 
 
 def test_no_rows_give_zeros() -> None:

@@ -4,9 +4,9 @@ A logprob's gradient by its row of logits, onehot(target) - p, needs no loss: th
 multiplies the products behind it. So the forward keeps that in 16 bits, or, of a frozen weight, its product alone; the
 backward of a weight is one product over all rows, with a float32 sum.
 
-Of more than `KEPT_BYTES`, of float32 models, where a loss differentiates entropies and in a second backward of one
-graph, the logits are made again, chunk by chunk. Which way is taken follows from shapes and the loss, and so does the
-gradient's rounding.
+Of more than `KEPT_BYTES`, of float32 models, of a packed weight, where a loss differentiates entropies and in a second
+backward of one graph, the logits are made again, chunk by chunk. Which way is taken follows from shapes and the loss,
+and so does the gradient's rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from rlloop.numerics.kernels.triton.distribution import Rows
 from rlloop.numerics.kernels.triton.token_logprob import token_logprob, token_logprob_backward
+from rlloop.numerics.packed import is_packed
 
 KEPT_BYTES = 5 << 30  # 16,384 rows of a vocabulary of 152k take 4.6 GiB
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -26,7 +27,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def kept_token_logprob(hidden: Tensor, weight: Tensor, *others: Any) -> Results | None:
     """`Kernels.token_logprob` without terms, differentiable; None where nothing is kept."""
-    if not (torch.is_grad_enabled() and hidden.itemsize == 2 and (hidden.requires_grad or weight.requires_grad)):
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if not differentiable or hidden.itemsize != 2 or is_packed(weight):
         return None
     if weight.requires_grad and len(hidden) * len(weight) * hidden.itemsize > KEPT_BYTES:
         return None
