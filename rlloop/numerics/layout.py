@@ -61,9 +61,7 @@ class AttentionLayout:
     @classmethod
     def of_sequences(cls, lengths: list[int], device: str | torch.device = "cpu") -> AttentionLayout:
         """Whole sequences laid end to end: the trainer's form."""
-        start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        start[1:] = torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0)
-        start = on_device(start.numpy(), device)
+        start = on_device(np.array([*accumulate(lengths, initial=0)], np.int64), device)
         return cls(
             query_start=start,
             context=torch.zeros(len(lengths), dtype=torch.int64, device=device),
@@ -89,17 +87,15 @@ class AttentionLayout:
         starts = list(accumulate(lengths, initial=0))
         firsts = list(accumulate(map(len, families), initial=0))
         prefixes = [starts[first] for first, each in zip(firsts, families, strict=False) for _ in each]
-        blocks = torch.zeros(
-            len(lengths), max(-(-sum(each) // SHARED_TILE) for each in zip(shared, lengths, strict=True)),
-            dtype=torch.int64,
-        )  # fmt: skip
+        most = max(-(-sum(each) // SHARED_TILE) for each in zip(shared, lengths, strict=True))
+        blocks = np.zeros((len(lengths), most), np.int64)
         for row, before, prefix, (begin, end) in zip(blocks, shared, prefixes, pairwise(starts), strict=True):
             slots = [*range(prefix, prefix + before, SHARED_TILE), *range(begin, end, SHARED_TILE)]
-            row[: len(slots)] = torch.tensor(slots)
+            row[: len(slots)] = slots
         return cls(
             query_start=on_device(np.array(starts, np.int64), device),
             context=on_device(np.array(shared, np.int64), device),
-            block_start=on_device(blocks.numpy(), device),
+            block_start=on_device(blocks, device),
             block_size=SHARED_TILE,
             contiguous=True,
             families=tuple(firsts),

@@ -12,6 +12,6 @@ def on_device(array: np.ndarray, device: str | torch.device) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type != "cuda":
         return tensor.to(device)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     np.copyto(pinned.numpy(), array)  # by this thread: PyTorch wakes all of its own, milliseconds for 64
     return pinned.to(device, non_blocking=True)

@@ -20,6 +20,13 @@ SCALE = 0.25
 WHOLE, LENGTHS = whole_sequences(FAMILIES)
 
 
+def test_layouts_are_made_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        again = AttentionLayout.of_families(FAMILIES, "cpu"), AttentionLayout.of_sequences([3, 4], "cpu")
+    assert torch.equal(again[0].block_start, SHARED.block_start)
+    assert again[1].query_start.tolist() == [0, 3, 7]
+
+
 def tensors(width, dtype=torch.float32, heads=4, groups=2):
     generator = torch.Generator().manual_seed(width)
     total = int(SHARED.query_start[-1])
