@@ -69,7 +69,7 @@ def _scored(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`Kernels.token_logprob`, differentiable."""
     inputs = hidden, weight, targets, *dense(processing, len(weight), targets), seeds, positions, raw
-    keeps = None if adapted is not None else kernels_for(hidden.device).kept_token_logprob
+    keeps = None if adapted is not None else getattr(kernels_for(hidden.device), "kept_token_logprob", None)
     return (keeps and keeps(*inputs)) or _token_logprob(*inputs, *terms_of(hidden, adapted))
 
 
