@@ -51,9 +51,9 @@ def tree_sum(x: Tensor) -> Tensor:
 
 def _added(left: Tensor, right: Tensor) -> Tensor:
     """In the memory of `left`, if that is wide."""
-    if left.dtype == right.dtype and left.itemsize == 2:
-        return kernels_for(left.device).wide_sum(left, right)
-    return _wide(left).add_(right)
+    narrow = left.dtype == right.dtype and left.itemsize == 2
+    wide_sum = getattr(kernels_for(left.device), "wide_sum", None) if narrow else None
+    return _wide(left).add_(right) if wide_sum is None else wide_sum(left, right)
 
 
 def _wide(x: Tensor) -> Tensor:

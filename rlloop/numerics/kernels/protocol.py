@@ -64,8 +64,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def wide_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Two gradients of one type -> their sum in float32, into which they are widened first."""
+    @property
+    def wide_sum(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Two gradients of one 16-bit type -> their sum in float32, into which they are widened first."""
         ...
 
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:

@@ -56,10 +56,6 @@ def sum_of_rows(x: Tensor) -> Tensor:
     return product(torch.ones(1, len(x)), True, x, False, torch.float32)[0]
 
 
-def wide_sum(left: Tensor, right: Tensor) -> Tensor:
-    return left.float().add_(right)
-
-
 def squares_of_rows(x: Tensor) -> Tensor:
     """[N, K] -> [N] float64, in halves: a column of the first half plus its fellow of the second, until one is left."""
     out, step = torch.empty(len(x), dtype=torch.float64), max(1, SQUARES // max(1, x.shape[1]))
