@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from rlloop.loop.sampler import Sampler
+from rlloop.parallel.interrupts import result_of
 from rlloop.protocols import Publication, Stateful, WeightSync
 from rlloop.types import Recomputed, Sample
 
@@ -55,7 +56,7 @@ class Schedule(Stateful, Protocol):
 
 def ended(publication: Publication) -> Mapping[str, Any]:
     """The metrics of a publication, once it has ended."""
-    return publication.result() if isinstance(publication, Future) else publication
+    return result_of(publication) if isinstance(publication, Future) else publication
 
 
 class InStep:
@@ -123,19 +124,19 @@ class Pipelined:
         for ahead in range(step, min(step + self.lag, self.last_step) + 1):
             if ahead not in self._batches:
                 self._batches[ahead] = self._pool.submit(self._sampled, sampler, ahead, version, self._newest)
-        return [self._admitted(sample, version) for sample in self._batches.pop(step).result()]
+        return [self._admitted(sample, version) for sample in result_of(self._batches.pop(step))]
 
     def recompute(self, samples: Sequence[Sample]) -> tuple[int, Recomputed]:
         return samples[0].completion.policy_version, self._history.recompute(samples)
 
     def settle(self) -> None:
         for batch in self._batches.values():
-            batch.result()
+            result_of(batch)
 
     def save(self, folder: Path) -> None:
         """The weights of past versions, and the batches ahead: they count as taken from the task."""
         self._history.save(folder)
-        batches = {str(step): batch.result() for step, batch in self._batches.items()}
+        batches = {str(step): result_of(batch) for step, batch in self._batches.items()}
         (folder / FILE).write_bytes(msgspec.msgpack.encode(batches, enc_hook=encode_array))
 
     def restore(self, folder: Path) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+LOOKS = 1.0  # seconds between them
 
 
 class Held:
@@ -42,3 +47,11 @@ def held_back() -> Iterator[Held]:
         signal.signal(signal.SIGINT, before)
         if held.asked:
             signal.raise_signal(signal.SIGINT)
+
+
+def result_of(future: Future[T]) -> T:
+    """`future.result()`, which a signal ends within `LOOKS` seconds also if it comes just as the wait begins: Python
+    handles that one when the main thread wakes."""
+    while not future.done():
+        wait([future], LOOKS)
+    return future.result()

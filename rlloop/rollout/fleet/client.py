@@ -21,6 +21,7 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from rlloop.errors import ConfigError, RlloopError
+from rlloop.parallel.interrupts import result_of
 from rlloop.rollout.engine.validation import adapter_for_each, one_for_each
 from rlloop.rollout.errors import BadAnswer, Busy, EngineLost, Fenced, VersionUnavailable, WrongToken
 from rlloop.rollout.fleet.wire import (
@@ -223,7 +224,7 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self.start(work)
         try:
-            return future.result()
+            return result_of(future)
         except BaseException:
             future.cancel()
             raise

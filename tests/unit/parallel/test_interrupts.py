@@ -1,14 +1,16 @@
-"""Interrupts that wait for the end of a context."""
+"""Interrupts that wait for the end of a context, and waits that an interrupt ends."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from types import FrameType
 
 import pytest
 
-from rlloop.parallel.interrupts import held_back
+from rlloop.parallel.interrupts import LOOKS, held_back, result_of
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +71,39 @@ def test_other_threads_get_none() -> None:
     thread.start()
     thread.join()
     assert asked == [False]
+
+
+class _Noted(Exception):
+    pass
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_ends_its_wait() -> None:
+    def noted(number: int, frame: FrameType | None) -> None:
+        raise _Noted
+
+    def another_threads() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        if not ended.wait(10 * LOOKS):
+            future.set_result("late")
+
+    future, ended = Future[str](), threading.Event()
+    before = signal.signal(signal.SIGUSR1, noted)
+    thread = threading.Timer(0.2, another_threads)
+    try:
+        thread.start()
+        with pytest.raises(_Noted):
+            result_of(future)
+        assert not future.done()
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_results_and_errors_come_as_they_are() -> None:
+    made, failed = Future[int](), Future[int]()
+    made.set_result(3)
+    failed.set_exception(KeyError("x"))
+    assert result_of(made) == 3
+    with pytest.raises(KeyError):
+        result_of(failed)
