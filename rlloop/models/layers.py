@@ -151,15 +151,20 @@ def normed(x: Tensor, norm: Norm, eps: float, residual: Tensor | None, step: Ste
 
 
 def saved_as_made(made: Tensor, make: Callable[..., Tensor], *of: Tensor, step: Step) -> AbstractContextManager[Any]:
-    """Where `made`, which is `make(*of)`, is saved for a gradient on a GPU, nothing is held but `of`, and it is made
-    again: of a gated MLP's activation at the cost of reading what its own gradient reads as well. (That of `PlainMlp`
-    does not read `of`, which would be held in place of `made`.) Not in a layer that is made again as a whole."""
+    """Selective recomputation of one activation: within the context, operations on a GPU that would save `made`, which
+    is `make(*of)`, for their gradient save `of` instead, and it is recomputed in the backward pass.
+
+    It saves memory where `of` is saved anyway, as gate and up of a gated MLP are by their product's own gradient; that
+    of `PlainMlp` does not read `of`. Nothing is done in a layer that is recomputed as a whole.
+    """
     if not (made.is_cuda and torch.is_grad_enabled()) or step.recomputed:
         return nullcontext()
     return made_again(made, make, *of)
 
 
 def made_again(made: Tensor, make: Callable[..., Tensor], *of: Tensor) -> AbstractContextManager[Any]:
+    """`saved_as_made`, on any device and in any layer."""
+
     def place(x: Tensor) -> tuple[Any, ...]:
         return x.data_ptr(), x.dtype, x.shape, x.stride()
 

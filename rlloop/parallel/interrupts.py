@@ -1,4 +1,4 @@
-"""Interrupts that wait: ranks that work together can only stop together."""
+"""Interrupts that wait, since ranks that work together can only stop together; and waits that an interrupt ends."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Entries = tuple[tuple[str, StoredParameter, bool], ...]  # name, parameter, and 
 
 
 class RankWeights(ModelFacts):
-    """What one rank's model has, as `Model` in its context would have it."""
+    """The parameters of one rank's model: those that `Model` has in that rank's context, without their memory."""
 
     def __init__(self, config: ModelConfig, layout: Layout, rank: int) -> None:
         at = layout.coordinates(rank)
@@ -70,7 +70,7 @@ class RankWeights(ModelFacts):
                 yield count, f"{prefix(layer)}{name}", entry, of_experts
 
     def targets(self) -> Iterator[Target]:
-        """What an adapter of all projections adapts."""
+        """The projections that an adapter with targets `all-linear` has factors for, layer by layer."""
         for kind in self.kinds().values():
             yield from _targets(self.config, kind, *self._shares)
 
