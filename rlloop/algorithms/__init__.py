@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         leave_one_out,
         raw,
     )
-    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, whole_step
+    from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, entropy_term, whole_step
     from rlloop.algorithms.corrections import (
         Weights,
         clip,
@@ -77,6 +77,7 @@ __all__ = [
     "dpo",
     "dr_grpo",
     "dro",
+    "entropy_term",
     "finish",
     "get_advantage",
     "get_correction",

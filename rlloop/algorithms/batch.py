@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -141,6 +141,22 @@ def whole_step(loss: L) -> L:
     """
     vars(loss)["whole_step"] = True
     return loss
+
+
+def entropy_term(loss: L) -> L:
+    """Marks a loss that differentiates entropies. Losses with `entropy_coef` above 0 are marked.
+
+    On a GPU its forward then keeps no gradients of logits, which serve logprobs alone. Without the mark gradients have
+    the same bits, and a step takes more memory and time.
+    """
+    vars(loss)["entropy_term"] = True
+    return loss
+
+
+def marks_of(loss: Callable[..., LossOutput]) -> dict[str, bool]:
+    """The marks above of a loss, and of a function that it binds to arguments, as attributes for one that wraps it."""
+    both = (loss, loss.func) if isinstance(loss, partial) else (loss,)
+    return {name: True for name in ("whole_step", "entropy_term") if any(getattr(each, name, False) for each in both)}
 
 
 class Loss(Protocol):

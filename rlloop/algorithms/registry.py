@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlloop.algorithms.advantages import ADVANTAGES, GROUP_RELATIVE
-from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, whole_step
+from rlloop.algorithms.batch import Loss, LossBatch, LossOutput, entropy_term, marks_of
 from rlloop.algorithms.corrections import CORRECTIONS, WEIGHING, Correction, corrected, measured, possible
 from rlloop.algorithms.losses import LOSSES
 from rlloop.algorithms.shaping import best_of_groups, groups_with_signal, overlong_penalty
@@ -50,7 +50,9 @@ def get_loss(name: str, **args: Any) -> Loss:
 
     Raises `ConfigError` for an unknown name, and for an argument that it does not have or that is out of range.
     """
-    return _get("loss", LOSSES, name, args)
+    loss = _get("loss", LOSSES, name, args)
+    vars(loss).update(marks_of(loss))
+    return entropy_term(loss) if args.get("entropy_coef") else loss
 
 
 def get_advantage(name: str, **args: Any) -> Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]:
@@ -92,11 +94,11 @@ def get_correction(corrections: Mapping[str, Mapping[str, Any] | None]) -> Corre
 def loss_for(algorithm: AlgorithmConfig) -> Loss:
     """The configured loss with its correction, and with the `is/*` statistics where the ratio is known."""
     if isinstance(algorithm.loss, Mapping):
-        loss = _checked(resolve(algorithm.loss, "algorithm.loss", ("batch",)), algorithm.loss["_target_"])
+        loss = _checked(resolve(algorithm.loss, "algorithm.loss", ("batch",)), algorithm.loss)
     else:
         loss = get_loss(algorithm.loss, **algorithm.loss_args)
-    together = getattr(loss.func if isinstance(loss, partial) else loss, "whole_step", False)
-    if together and algorithm.correction:
+    marks = marks_of(loss)
+    if "whole_step" in marks and algorithm.correction:
         raise ConfigError(
             f"algorithm.correction weighs tokens, and loss {algorithm.loss} compares whole sequences; drop it (of "
             "parity.mode=fallback it is a part: set parity.mode=require or observe)"
@@ -118,7 +120,8 @@ def loss_for(algorithm: AlgorithmConfig) -> Loss:
     else:
         loss = possible(loss)
     loss = measured(loss) if algorithm.anchor is Anchor.trainer else loss
-    return whole_step(loss) if together else loss
+    vars(loss).update(marks)
+    return loss
 
 
 def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int) -> StepAdvantages:
@@ -168,16 +171,19 @@ def advantages_for(algorithm: AlgorithmConfig, max_tokens: int, group_size: int)
     return estimate
 
 
-def _checked(loss: Loss, path: str) -> Loss:
-    """The loss of one's own, held to what a loss returns."""
+def _checked(loss: Loss, config: Mapping[str, Any]) -> Loss:
+    """The loss of one's own, with its marks, held to what a loss returns."""
 
     def checked(batch: LossBatch, /) -> LossOutput:
         output = loss(batch)
         if not isinstance(output, LossOutput):
-            raise ConfigError(f"{path} returned a {type(output).__name__}; a loss returns a LossOutput(loss, metrics)")
+            raise ConfigError(
+                f"{config['_target_']} returned a {type(output).__name__}; a loss returns a LossOutput(loss, metrics)"
+            )
         return output
 
-    return checked
+    vars(checked).update(marks_of(loss))
+    return entropy_term(checked) if config.get("entropy_coef") else checked
 
 
 def _get(kind: str, registry: Mapping[str, Callable[..., Any]], name: str, args: dict[str, Any]) -> Any:

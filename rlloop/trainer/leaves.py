@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlloop.metrics import Reduction
 from rlloop.models import Model, ScoreRow, score
+from rlloop.numerics.operators import logits_gradients
 from rlloop.parallel.collectives import Ranks
 from rlloop.trainer.batching import MicroBatch, StepBatch
 from rlloop.trainer.moe import MoeTraining
@@ -35,12 +36,22 @@ class Leaf:
         return replace(self, **tensors)
 
 
-def forward(model: Model, step: StepBatch, micro: MicroBatch, moe: MoeTraining, *, redraws: bool | None) -> Leaf:
-    """One forward of the policy over a micro-batch. `redraws` as for `Trainer`; None: nothing is compared."""
+def forward(
+    model: Model,
+    step: StepBatch,
+    micro: MicroBatch,
+    moe: MoeTraining,
+    *,
+    redraws: bool | None,
+    of_entropy: bool = False,
+) -> Leaf:
+    """One forward of the policy over a micro-batch. `redraws` as for `Trainer`; None: nothing is compared.
+    `of_entropy`: the entropies will be differentiated, too."""
     record = None if redraws is None else step.redraw_record(redraws)
     rows = step.rows[micro.sequences]
     share = step.shared is not None
-    logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record, share=share)
+    with logits_gradients(kept=not of_entropy):
+        logprobs, entropy = score(model, rows, replay=moe.replay, watch=moe.watch, record=record, share=share)
     if record is None:
         return Leaf(logprobs, entropy)
     return Leaf(logprobs, entropy, record.raw_logprobs, record.token_ids)

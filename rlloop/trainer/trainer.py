@@ -155,10 +155,11 @@ class Trainer(BesideEngines):
         self.moe.begin()
         scored: list[Leaf] = []
         references = iter(self._reference_leaves(step))
+        of_entropy = getattr(loss, "entropy_term", False)
 
         def work(micro: MicroBatch) -> Callable[[], None]:
             anchor = None if self.reference is None else next(references).logprobs
-            leaf = forward(self.model, step, micro, self.moe, redraws=self.redraws)
+            leaf = forward(self.model, step, micro, self.moe, redraws=self.redraws, of_entropy=of_entropy)
             penalty = self.moe.penalty(len(step.rows))
             if not self.model.stage.last:  # what it differentiates comes from the next stage
                 return (leaf.logprobs.sum() + penalty).backward
@@ -194,7 +195,7 @@ class Trainer(BesideEngines):
         out.loss.backward()
 
         def work(micro: MicroBatch) -> Callable[[], None]:
-            leaf = forward(self.model, step, micro, self.moe, redraws=None)
+            leaf = forward(self.model, step, micro, self.moe, redraws=None, of_entropy=entropy.grad is not None)
             again = zip((leaf.logprobs, leaf.entropy), outputs, strict=True)
             used = [(output, whole.grad[micro.tokens]) for output, whole in again if whole.grad is not None]
             if isinstance(penalty := self.moe.penalty(len(step.rows)), Tensor):

@@ -61,8 +61,9 @@ def test_a_loss_of_entropies_makes_logits_again(monkeypatch: pytest.MonkeyPatch)
     hidden, weight, targets, scale = inputs(False)
     logprobs, entropies = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
     (of_both,) = torch.autograd.grad((logprobs * scale).sum() + entropies.sum(), hidden)
-    monkeypatch.setattr(kept_logits.torch, "is_grad_enabled", lambda: False)  # as if nothing could be kept
-    logprobs, entropies = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
+    monkeypatch.setattr(kept_logits, "_KeptLogits", None)
+    with operators.logits_gradients(kept=False):
+        logprobs, entropies = operators.token_logprob(hidden, weight, targets, LogitsProcessing())
     (again,) = torch.autograd.grad((logprobs * scale).sum() + entropies.sum(), hidden)
     assert torch.equal(of_both, again)
 

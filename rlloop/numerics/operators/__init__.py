@@ -11,7 +11,14 @@ from rlloop.numerics.operators.adapted import (
     linear_with_terms,
     reduced,
 )
-from rlloop.numerics.operators.distribution import logits, sample, score_logits, token_logprob, token_redraw
+from rlloop.numerics.operators.distribution import (
+    logits,
+    logits_gradients,
+    sample,
+    score_logits,
+    token_logprob,
+    token_redraw,
+)
 from rlloop.numerics.operators.elementwise import norm_of_sum, rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
 from rlloop.numerics.operators.masked_attention import attention, index_weights, select, sparse_attention

@@ -7,7 +7,9 @@ gradients (`Kernels.kept_token_logprob`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,18 @@ from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import linear_float32
 
 Adapted = tuple[Factors, AdapterSlots] | None  # the head's adapters, and which each row has
+_KEEPS = ContextVar("keeps the logits' gradients", default=True)
+
+
+@contextmanager
+def logits_gradients(*, kept: bool) -> Iterator[None]:
+    """Forwards in it keep the logits' gradients where kernels can. Not `kept`: the backward makes logits again, as it
+    has to where entropies are differentiated."""
+    token = _KEEPS.set(kept)
+    try:
+        yield
+    finally:
+        _KEEPS.reset(token)
 
 
 def logits(hidden: Tensor, weight: Tensor, adapted: Adapted = None) -> Tensor:
@@ -69,7 +83,8 @@ def _scored(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`Kernels.token_logprob`, differentiable."""
     inputs = hidden, weight, targets, *dense(processing, len(weight), targets), seeds, positions, raw
-    keeps = None if adapted is not None else getattr(kernels_for(hidden.device), "kept_token_logprob", None)
+    may_keep = adapted is None and _KEEPS.get()
+    keeps = getattr(kernels_for(hidden.device), "kept_token_logprob", None) if may_keep else None
     return (keeps and keeps(*inputs)) or _token_logprob(*inputs, *terms_of(hidden, adapted))
 
 

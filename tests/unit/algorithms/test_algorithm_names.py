@@ -240,7 +240,7 @@ def test_dynamic_sampling_of_groups_of_one_is_refused():
 
 OWN = """
 import torch
-from rlloop.algorithms import LossBatch, LossOutput, PolicyTerm, finish, token_mean
+from rlloop.algorithms import LossBatch, LossOutput, PolicyTerm, finish, token_mean, whole_step
 from rlloop.algorithms.corrections import Weights
 
 def loss(batch: LossBatch, *, power: float = 1.0) -> LossOutput:
@@ -261,6 +261,10 @@ def undefined(rewards, groups):
 
 def bare(batch):
     return batch.logprobs.sum()
+
+@whole_step
+def together(batch, entropy_coef=0.0):
+    return finish(batch.unmasked(), PolicyTerm(-batch.logprobs, {}), token_mean(batch), entropy_coef=entropy_coef)
 """
 
 
@@ -289,6 +293,15 @@ def test_a_loss_of_ones_own_trains_with_its_arguments_and_a_correction_of_ones_o
     assert weighed.loss.item() == single.loss.item() / 4
     with pytest.raises(ConfigError, match=r"own_algorithm\.bare returned a Tensor; a loss returns a LossOutput"):
         loss_for(AlgorithmConfig(loss=target("bare"), advantage="raw"))(batch)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("arguments", [{}, {"entropy_coef": 0.0}, {"entropy_coef": 0.5}])
+def test_a_loss_of_ones_own_is_as_marked(arguments):
+    loss = loss_for(AlgorithmConfig(loss=target("together", **arguments), advantage="raw"))
+    assert vars(loss) == {"whole_step": True} | ({"entropy_term": True} if arguments.get("entropy_coef") else {})
+    with pytest.raises(ConfigError, match="compares whole sequences"):
+        loss_for(AlgorithmConfig(loss=target("together"), advantage="raw", correction={"tis": {}}))
 
 
 @pytest.mark.usefixtures("own")

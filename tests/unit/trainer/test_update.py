@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlloop.algorithms import LossBatch, LossOutput, get_loss
+from rlloop.algorithms import LossBatch, LossOutput, entropy_term, get_loss, whole_step
 from rlloop.config.trainer import Schedule, TrainerConfig
 from rlloop.errors import ConfigError, ModelError
 from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD
+from rlloop.numerics.kernels.cpu import backend
 from rlloop.numerics.tree import TreeSum
 from rlloop.trainer import Trainer, TrainSequence
 from rlloop.types import SamplingParams
@@ -411,6 +412,39 @@ def test_the_total_of_several_updates_is_their_mean(folder: Path) -> None:
     results = [trainer.forward_backward(part, policy_gradient) for part in (batch[:2], batch[2:])]
     totals = [result.metrics["loss/total"].value for result in results]
     assert merge([result.metrics for result in results])["loss/total"].value == pytest.approx(sum(totals) / 2)
+
+
+def of_entropy(batch: LossBatch) -> LossOutput:
+    return LossOutput(-batch.entropy[batch.mask].sum() / batch.total_tokens, {})
+
+
+def of_logprobs(batch: LossBatch) -> LossOutput:
+    return policy_gradient(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kept"),
+    [
+        (get_loss("grpo"), True),
+        (get_loss("grpo", entropy_coef=0.0), True),
+        (get_loss("grpo", entropy_coef=0.01), False),
+        (policy_gradient, True),
+        (entropy_term(partial(of_entropy)), False),
+        (whole_step(partial(of_logprobs)), True),
+        (whole_step(partial(of_entropy)), False),  # known when the second forward begins
+    ],
+)
+def test_gradients_of_logits_are_kept_for_losses_of_logprobs_alone(
+    loss, kept: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def keep(*_: object) -> None:
+        asked.append(torch.is_grad_enabled())
+
+    monkeypatch.setattr(backend, "kept_token_logprob", keep, raising=False)
+    make_trainer(folder).forward_backward(make_batch(), loss)
+    assert (True in asked) == kept
 
 
 def test_what_others_differentiate_through_the_model_is_not_in_the_update(folder: Path) -> None:

@@ -6,7 +6,8 @@ backward of a weight is one product over all rows, with a float32 sum.
 
 Of more than `KEPT_BYTES`, of float32 models, of a packed weight, where a loss differentiates entropies and in a second
 backward of one graph, the logits are made again, chunk by chunk. Which way is taken follows from shapes and the loss,
-and so does the gradient's rounding.
+and so does the gradient's rounding. A loss that says that it differentiates entropies (`algorithms.entropy_term`) has
+nothing kept (`operators.logits_gradients`); of another it was kept in vain.
 """
 
 from __future__ import annotations
