@@ -6,7 +6,7 @@
 `NAME:text&other` takes only the records whose name contains both. A row's last cell is the number of the run below the
 table that measured it; "in the spread" says that the rounds of both sides overlap.
 
-`earlier.json` has records of other machines and of former commits: a run of a part puts there what it replaces.
+`earlier.json` has records of other machines and of former commits: a run puts there what it replaces.
 """
 
 from __future__ import annotations

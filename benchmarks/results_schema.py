@@ -10,7 +10,7 @@ and `peer_spread` are [least, most]. `roofline` is the value that the device's m
 Records made before a key existed lack it.
 
 A run of a part replaces the records of the same names and kinds of peer, and the others stay, those of peers that it
-left out, too; `results/earlier.json` keeps what it replaced. A run of the whole makes its file anew.
+left out, too. A run of the whole makes its file anew. `results/earlier.json` keeps what either replaced.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ def report(
     if part is None:
         part = any(argument.startswith(PARTS) for argument in sys.argv)
     path.parent.mkdir(exist_ok=True)
-    made, replaced = records, list[dict[str, Any]]()
-    if path.exists() and part:
-        records, replaced = beside(json.loads(path.read_text()), made)
+    made, before = records, json.loads(path.read_text()) if path.exists() else []
+    records, replaced = beside(before, made) if part else (made, before)
     path.write_text(json.dumps(records, indent=2) + "\n")
     keep([each for each in replaced if each not in RECORDED and each not in made])
     RECORDED.extend(made)

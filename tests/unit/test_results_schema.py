@@ -85,6 +85,14 @@ def test_what_a_run_completes_or_repeats_is_not_an_earlier_record(run, tmp_path)
     assert sorted(rows(tmp_path / "earlier.json")) == [("step", 1.0, "SGLang"), ("step", 4.0, "SGLang")]
 
 
+def test_a_run_of_the_whole_makes_its_file_anew_and_puts_away_what_it_replaces(run, tmp_path):
+    run(("one", 1.0, "SGLang", None, 2.0), ("two", 1.0, None, None, None))
+    whole = [("one", 2.0, "vLLM", None, 2.0)], [("one", 2.0, "vLLM", None, 2.0), ("three", 2.0, None, None, None)]
+    run(*whole[0], part=False)
+    assert run(*whole[1], again=True, part=False) == [("one", 2.0, "vLLM"), ("three", 2.0, None)]  # as each cell ends
+    assert rows(tmp_path / "earlier.json") == [("one", 1.0, "SGLang"), ("two", 1.0, None)]
+
+
 def test_no_two_recorded_rows_of_a_name_are_of_one_kind_of_peer(module):
     schema = module("results_schema")
     for path in schema.RESULTS.glob("*.json"):
