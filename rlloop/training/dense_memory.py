@@ -76,21 +76,23 @@ def mlp_backward(width: int, inner: int, rows: int, itemsize: int, shares: int, 
     return itemsize * 5 * inner * min(rows, ROWS) + blocks
 
 
-def head_backward(width: int, vocabulary: int, rows: int, itemsize: int, layout: Layout, trains: bool) -> int:
+def head_backward(
+    width: int, vocabulary: int, rows: int, itemsize: int, layout: Layout, trains: bool, packed: bool
+) -> int:
     """Bytes of the head's backward: the last sums, hidden states and their gradient 3 b D a row, and the largest of its
-    work. Where the logits' gradients are kept, those of all rows, b V a row (of a frozen weight hidden states in their
-    place), and the larger of one chunk's logits in float32 and, behind them, the weight's gradient and float32 products
-    of a row. Else the weight's gradient in float32; and of one chunk of rows the larger of its logits in float32 with
-    their gradient, and that with the chunk's part of the weight's. Of ranks that share the vocabulary (tp) each also
-    holds the whole weight. Of those that divide tokens (cp) each has, later, its own gradient of the weight, their sum
-    in float32, and pieces of all."""
+    work. Where the logits' gradients are kept (not of a packed weight, nor by a loss of entropies, which this does not
+    know), those of all rows, b V a row (of a frozen weight hidden states in their place), and the larger of one chunk's
+    logits in float32 and, behind them, the weight's gradient and float32 products of a row. Else the weight's gradient
+    in float32; and of one chunk of rows the larger of its logits in float32 with their gradient, and that with the
+    chunk's part of the weight's. Of ranks that share the vocabulary (tp) each also holds the whole weight. Of those
+    that divide tokens (cp) each has, later, its own gradient of the weight, their sum in float32, and pieces of all."""
     held = -(-vocabulary // layout.tp)
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (WIDE * vocabulary)))
     chunk = min(rows, step // STEP * STEP or step) * held
     weight = held * width * trains
     work = WIDE * weight + itemsize * chunk + WIDE * max(chunk, weight)
     kept = itemsize * rows * (vocabulary if trains else width)
-    if layout.tp == 1 and itemsize < WIDE and not (trains and kept > KEPT_BYTES):
+    if layout.tp == 1 and itemsize < WIDE and not packed and not (trains and kept > KEPT_BYTES):
         behind = itemsize * weight + (WIDE + itemsize) * rows * width
         work = kept + max((WIDE + itemsize * (not trains)) * chunk, behind)
     work += itemsize * vocabulary * width if layout.tp > 1 else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlloop.config.layout import World
 from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
-from rlloop.models.checkpoint_names import TOWER
+from rlloop.models.checkpoint_names import EMBEDDING, HEAD, TOWER
 from rlloop.models.placement import check_placement
 from rlloop.models.weight_reader import type_in_memory
 from rlloop.numerics.packed import Packing
@@ -191,7 +191,7 @@ def _parts(
         "optimizer": 2 * (owned + every * critic) * wide,  # the critic's is offloaded as well; its masters are not
         **_backward(
             config, layout, dtype, tokens, modes, gradients, head, last, (inputs, features, seeing), micro_batches,
-            keep_attention, offload_activations,
+            keep_attention, offload_activations, (EMBEDDING if config.tied else HEAD) in packed,
         ),
     }  # fmt: skip
     if critic:
@@ -256,6 +256,7 @@ def _most(shape: tuple[int, ...], owners: int) -> int:
 def _backward(
     config: ModelConfig, layout: Layout, dtype: torch.dtype, tokens: int, modes: list[int], gradients: int, head: int,
     scores: bool, tower: tuple[int, int, int], micro_batches: int, keep_attention: bool, offload_activations: bool,
+    head_packed: bool,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of what an update takes, by part, at the moment of a micro-batch's backward that takes most.
 
@@ -284,7 +285,9 @@ def _backward(
     flying = min(IN_FLIGHT, gradients * layout.dp_shard * dtype.itemsize) if moves else 0
     before, after, scoring = before + flying, after + flying, 0
     if scores:
-        scoring = head_backward(config.hidden_size, config.vocab_size, rows, dtype.itemsize, layout, head > 0)
+        scoring = head_backward(
+            config.hidden_size, config.vocab_size, rows, dtype.itemsize, layout, head > 0, head_packed
+        )
     of_layer = max(0, gradients - 2 * head) // -(-config.num_layers // layout.pp)  # without embedding and head
     moments = (  # the head, the last layer, the first or a tower, the update
         {"gradients": before, **every, **beside, "head": scoring},

@@ -10,7 +10,9 @@ import torch
 from rlloop import token_logprobs
 from rlloop.models import new_model
 from rlloop.models.attention import Attention
+from rlloop.models.checkpoint_names import HEAD
 from rlloop.models.config import parse_config
+from rlloop.numerics.packed import FP8
 from rlloop.numerics.tree import TreeSum
 from rlloop.parallel.layout import Layout
 from rlloop.training import dense_memory
@@ -101,5 +103,11 @@ def test_the_head_of_a_short_micro_batch_takes_most() -> None:
     assert short["head"] == 3 * 2 * 32768 * 1024 + 4 * weight + (2 + 4) * chunk
     assert "head" not in long
     assert parts(32768, lora=8)["head"] == 4 * 2 * 32768 * 1024 + (2 + 4) * chunk
+    apart = {**QWEN3, "tie_word_embeddings": False}
+    frozen = [
+        predict(parse_config(apart), Layout(), torch.bfloat16, 32768, micro_batches=1, lora=8, packed=packed).parts
+        for packed in ({}, {HEAD: FP8})
+    ]
+    assert frozen[0]["head"] - frozen[1]["head"] == 2 * 32768 * 1024  # of a packed head nothing is kept
     kept = 2 * 16384 * 151936  # the logits' gradients of all rows
     assert parts(16384)["head"] == 3 * 2 * 16384 * 1024 + kept + 4 * chunk
