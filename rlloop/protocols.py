@@ -184,7 +184,8 @@ class Checkpoints(Protocol):
 class Task(Protocol):
     """A source of prompts. Everything is a function of the seed and the step, so a resumed run repeats it.
 
-    `task._target_` is called with the section's other keys, the run's `seed`, and `model_path` (`model.path` or None).
+    `task._target_` is called with the section's other keys, and with the run's `seed` and `model_path` (`model.path` or
+    None) unless these are among them.
     """
 
     def model_folder(self) -> Path:

@@ -38,7 +38,9 @@ from rlloop.parallel.layout import Layout, misfit, refuse_misfits, without_stage
 
 @dataclass
 class RunConfig:
-    seed: int = limited(0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1"))  # seed of data and sampling
+    seed: int = limited(
+        0, Limit(lambda x: 0 <= x < 2**63, "from 0 to 2**63 - 1")
+    )  # seed of data and sampling; of sampling alone where the task has one of its own (+task.seed)
     device: str = "cpu"  # cpu or cuda; CUDA_VISIBLE_DEVICES chooses among GPUs
     launch: Launch = Launch.local  # local: one process; ray: actors on one or more machines
     ray: RayConfig = field(default_factory=RayConfig)
