@@ -361,8 +361,8 @@ class HttpStore(ReadOnly):
 
 
 def check_store(url: str) -> None:
-    """Raises `ConfigError` for a login in `fleet.store`. `abfs://container@account` is Azure's, and has none."""
-    if "://" in url and not re.match("(az|abfss?)://[^:@]*@[^@]*$", url):
+    """Raises `ConfigError` for a login in `fleet.store`."""
+    if "://" in url:
         instead = (
             "and give it as the storage's own client takes it, by environment or file (AWS_ACCESS_KEY_ID, "
             "~/.aws/credentials), or as fsspec does (FSSPEC_SFTP_PASSWORD, ~/.config/fsspec/*.json)"

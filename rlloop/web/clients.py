@@ -23,6 +23,7 @@ CONNECT_SECONDS = 5.0
 BASIC = "export LOGIN=\"Basic $(printf %s 'user:password' | base64 | tr -d '\\n')\""  # for `authorization`
 BEGINNING = re.compile(r"(?i:https?:/*|[^:/?#]*:?//)([^/?#]*)")  # of an address, with its host
 HOST = re.compile(r"(\[[^]]*\]|[^][:]*)(:\d*)?")
+USER = re.compile(r"(?!(?i:https?):)[\w+.-]+://[^][:/?#@%]+@[^@]*")  # a name alone, as of SFTP, databases and Azure
 PATIENCE, SLOWEST = 60.0, 1024  # an answer's body may take 60 seconds, and one more for every 1,024 bytes
 
 
@@ -126,13 +127,17 @@ def authorization(key: str, token_env: str | None) -> dict[str, str]:
 
 def refuse_login(key: str, url: str, instead: str) -> None:
     """Raises `ConfigError`, without the address, for one with a login before its host; `instead`: where that belongs.
-    Without a host, or with a port that is none, an `@` anywhere counts: a login may have been mistyped."""
+    Without a host, or with a port that is none, an `@` anywhere counts: a login may have been mistyped.
+
+    A user name alone is no login, but before a web server's host, where many a token is given as one."""
+    if USER.fullmatch(url):
+        return
     found = BEGINNING.match(url)
     host = None if found is None else found[1]
     if "@" in (host or "") or ("@" in url and (host is None or HOST.fullmatch(host) is None)):
         raise ConfigError(
-            f"{key} has a login (user:password@), which config.yaml, the dashboard and trackers would show. Leave it "
-            f"out, {instead}"
+            f"{key} has a login (user:password@ or token@), which config.yaml, the dashboard and trackers would show. "
+            f"Leave it out, {instead}"
         )
 
 

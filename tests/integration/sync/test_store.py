@@ -53,12 +53,19 @@ def make(request, tmp_path):
     return lambda: stores.open_store(f"s3://bucket/{name}", **options)
 
 
-@pytest.mark.parametrize("url", ["s3://key:s3cret@bucket/p", "s3://key:s3/cret@bucket", "simplecache::s3://k:s3cret@b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:s3cret@bucket/p", "s3://key:s3/cret@bucket", "simplecache::s3://k:s3cret@b", "sftp://me:s3cret@host/p",
+        "sftp://me%3As3cret@host/p", "sftp://me@s3cret@host/p", "https://s3cret@host/p", "HTTP://s3cret@host",
+    ],
+)  # fmt: skip
 def test_a_login_in_a_runs_store_is_refused_and_not_shown(url):
     with pytest.raises(ConfigError, match=r"fleet.store has a login .*AWS_ACCESS_KEY_ID") as refused:
         stores.check_store(url)
     assert "cret" not in str(refused.value)
-    for good in ("s3://bucket/me@here", "abfs://container@account.dfs.core.windows.net/p", "folder/me@here"):
+    names = "abfs://container@account.dfs.core.windows.net/p", "sftp://me@host:22/p", "hdfs://me.too@host/p"
+    for good in ("s3://bucket/me@here", "folder/me@here", *names):
         stores.check_store(good)
 
 

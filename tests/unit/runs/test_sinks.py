@@ -102,7 +102,7 @@ def test_a_login_of_mlflows_is_refused_and_not_told(scheme, monkeypatch):
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or") as refused:
         check_sinks({"mlflow": {"uri": f"{scheme}://me:s3cret@host/x"}})
     assert "s3cret" not in str(refused.value)
-    for uri in (None, "runs/@me", "sqlite:////runs/@me/mlflow.db", "https://host/@me"):
+    for uri in (None, "runs/@me", "sqlite:////runs/@me/mlflow.db", "https://host/@me", "postgresql://me@host/db"):
         check_sinks({"mlflow": {"uri": uri}})
 
 
