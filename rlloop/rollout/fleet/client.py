@@ -84,7 +84,7 @@ class EngineClient:
 
     async def lease(self, timeout: float | None = None) -> None:
         """Take over the engine. Raises `Fenced` if a process of a later term has."""
-        await self._send("POST", "/rlloop/lease", timeout=timeout, content=msgspec.msgpack.encode(self._lease))
+        await self._send("POST", "/rlloop/lease", timeout=timeout, **_body(self._lease))
 
     async def wake(self, version: int, wait: float) -> EngineState:
         """Make the engine look for new weights; returns its state once `version` serves, or after `wait` seconds."""
@@ -109,14 +109,19 @@ class EngineClient:
         at fault) or `ConfigError` (the request is). If cancelled, it tells the engine to stop.
         """
         names = None if adapters is None or not any(adapters) else list(adapters)
-        asks = [
-            Ask(
-                **pack_prompts(prompts[part]), sampling=list(sampling[part]), lowest=lowest, highest=highest,
-                holder=self._lease.holder, term=self._lease.term, adapters=names and names[part],
-            )
-            for part in parts_of(prompts)
-        ]  # fmt: skip
-        completions = await _joined(self._complete(ask, boot) for ask in asks)
+
+        def asks() -> list[tuple[Ask, dict[str, Any]]]:
+            made = [
+                Ask(
+                    **pack_prompts(prompts[part]), sampling=list(sampling[part]), lowest=lowest, highest=highest,
+                    holder=self._lease.holder, term=self._lease.term, adapters=names and names[part],
+                )
+                for part in parts_of(prompts)
+            ]  # fmt: skip
+            return [(ask, _body(ask)) for ask in made]
+
+        bodies = await asyncio.to_thread(asks)  # megabytes of pictures are copied and hashed: not on the loop
+        completions = await _joined(self._complete(ask, body, boot) for ask, body in bodies)
         return [
             dataclasses.replace(made, model_input=prompt)
             if isinstance(prompt, ModelInput) and not prompt.is_text
@@ -124,11 +129,11 @@ class EngineClient:
             for made, prompt in zip(completions, prompts, strict=True)
         ]
 
-    async def _complete(self, ask: Ask, boot: str | None) -> list[Completion]:
+    async def _complete(self, ask: Ask, body: dict[str, Any], boot: str | None) -> list[Completion]:
         key = secrets.token_hex(16)
-        headers = {"Idempotency-Key": key, "Content-Type": CONTENT_TYPE}
+        request = {**body, "headers": {**body["headers"], "Idempotency-Key": key, "Content-Type": CONTENT_TYPE}}
         try:
-            content = await self._send("POST", "/rlloop/generate", content=msgspec.msgpack.encode(ask), headers=headers)
+            content = await self._send("POST", "/rlloop/generate", **request)
         except asyncio.CancelledError:
             task = asyncio.create_task(self._forget(key))
             self._telling.add(task)
@@ -151,8 +156,6 @@ class EngineClient:
         """The answer's body. Raises one of the errors of `generate`."""
         if timeout is not None:
             request["timeout"] = httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS))
-        if "content" in request:
-            request["headers"] = {**request.get("headers", {}), **digest_of(request["content"])}
 
         async def once() -> httpx.Response:
             try:
@@ -180,6 +183,12 @@ class EngineClient:
         if reply.is_success:
             return reply.content
         raise _refusal(self.url, reply)
+
+
+def _body(value: Ask | Lease) -> dict[str, Any]:
+    """Arguments of a request: the value in bytes, and the header with their digest."""
+    content = msgspec.msgpack.encode(value)
+    return {"content": content, "headers": digest_of(content)}
 
 
 def _refusal(url: str, reply: httpx.Response) -> RlloopError:
