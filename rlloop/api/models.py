@@ -16,7 +16,7 @@ import msgspec
 from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
-from rlloop.api.log import Checked, Command, CommandLog, Result, Weights
+from rlloop.api.log import Checked, Command, CommandLog, Result, Weights, sync
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.runs.journal import decoded
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
@@ -130,7 +130,7 @@ class Trained:
         self._results, self._compared, self._digests = replay.results, replay.checked, replay.digests
         commands = replay.commands
         self._replayed = {command.seq_id for command in commands}
-        for seq_id in {*self._results} - {command.seq_id for command in commands}:  # before the state
+        for seq_id in self._results.keys() - self._replayed:  # before the state
             self._settle_replayed(self._future(seq_id, "", 0), self._results.pop(seq_id))
         for command in commands:
             self._future(command.seq_id, command.kind, len(command.body))
@@ -144,9 +144,17 @@ class Trained:
 
     def samplers_to_come(self) -> set[str]:
         """Sampling sessions whose weights the replay makes again."""
-        numbers = [_sampling_number(command) for command in self._ready.values()
-                   if command.kind == "save_weights_for_sampler"]  # fmt: skip
-        return {sampling_session(self.model_id, number) for number in numbers if number is not None} | self._restored
+        return {each for command in self._ready.values() if (each := self._sampler_of(command))} | self._restored
+
+    def _sampler_of(self, command: Command) -> str | None:
+        """The sampling session that a command makes; None: none."""
+        if command.kind != "save_weights_for_sampler":
+            return None
+        try:
+            number = msgspec.json.decode(command.body).get("sampling_session_seq_id")
+        except msgspec.MsgspecError:
+            return None
+        return None if number is None else sampling_session(self.model_id, number)
 
     def _future(self, seq_id: int, kind: str, nbytes: int) -> Future:
         return self.core.futures.add(f"{self.model_id}:{seq_id}", self.client, kind, nbytes)
@@ -243,9 +251,9 @@ class Trained:
         self.different += int(outcome.metrics.get(DIFFERENT, 0))
         if command.kind == "optim_step" and not outcome.failed:
             self.updates += 1
-        if command.kind == "save_weights_for_sampler" and (number := _sampling_number(command)) is not None:
+        if sampler := self._sampler_of(command):
             error = msgspec.json.decode(outcome.body)["error"] if outcome.failed else None
-            self._sampler_made(sampling_session(self.model_id, number), error)
+            self._sampler_made(sampler, error)
         self.core.futures.resolve(future, outcome)
 
     def _settle_replayed(self, future: Future, known: Result) -> None:
@@ -267,8 +275,8 @@ class Trained:
         elif kind == "optim_step":
             self._gradient, self._samplers, self._update = False, [], command.seq_id
             self._updates_since += 1
-        elif kind == "save_weights_for_sampler" and (number := _sampling_number(command)) is not None:
-            self._samplers.append(sampling_session(self.model_id, number))
+        elif sampler := self._sampler_of(command):
+            self._samplers.append(sampler)
             self._has_samplers = True
         every, since = self.core.settings.state_every, self._updates_since
         best = self._samplers or not self._has_samplers  # so that the newest sampler outlives a restart
@@ -341,8 +349,7 @@ class Trained:
             service.delete_checkpoint(saved.path)
             return
         folder = self.log.new_state(first)
-        state = State(saved.path, samplers, self.updates)
-        (folder / "state.json").write_bytes(msgspec.json.encode(state))
+        (folder / "state.json").write_bytes(msgspec.json.encode(State(saved.path, samplers, self.updates)))
         await loop.run_in_executor(self.core.threads, _sync_files, service.checkpoint_folder(saved.path))
         carried = [
             Result(int(future.request_id.rpartition(":")[2]), future.outcome.body, future.outcome.failed)
@@ -387,15 +394,6 @@ class Trained:
         self.log.close()
 
 
-def _sampling_number(command: Command) -> int | None:
-    try:
-        return msgspec.json.decode(command.body).get("sampling_session_seq_id")
-    except msgspec.MsgspecError:
-        return None
-
-
 def _sync_files(folder: Path) -> None:
-    from rlloop.api.log import sync
-
     for path in [*folder.rglob("*"), folder]:
         sync(path)
