@@ -12,10 +12,14 @@ import torch
 from transformers.utils import logging
 
 from rlloop import ConfigError, Engine, Model, ModelInput, SamplingParams, load_model, token_logprobs
+from rlloop.rollout.engine.service import EngineService
+from rlloop.rollout.fleet.client import RemoteEngine
+from rlloop.rollout.fleet.engine_server import EngineServer
 from rlloop.rollout.vllm.engine import VllmEngine
 from rlloop.rollout.vllm.requests import Request, check_text
 from rlloop.rollout.vllm.stock_engine import StockVllmEngine
 from rlloop.types import Completion
+from rlloop.web.server import BackgroundServer, Listen
 from tests.support.image_models import image, inputs, make_image_checkpoint, prompt_with
 from tests.support.vllm_families import READS_IMAGES
 from tests.support.vllm_traffic import SAMPLINGS, bits
@@ -148,11 +152,26 @@ def test_prefill_is_the_trainers(model: Model, engine: VllmEngine) -> None:
         assert mine.tobytes() == theirs.tobytes()
 
 
+def test_images_come_over_http(model: Model) -> None:
+    """As `rlloop serve engine --engine vllm` has it."""
+    prompts, sampling = requests()
+    expected, engine = Engine(model).generate(prompts, sampling), VllmEngine(model, max_batch_tokens=16, max_running=8)
+    service = EngineService(engine)
+    server = BackgroundServer(EngineServer(service, name="vllm").app, Listen())
+    with RemoteEngine(server.url) as remote:
+        made = remote.generate(prompts, sampling)
+    assert bits(made) == bits(expected)
+    assert [each.model_input for each in made] == [each.model_input for each in expected]
+    server.close()
+    service.close()
+    engine.close()
+
+
 def test_what_cannot_be_read_is_refused(model: Model, engine: VllmEngine) -> None:
     wide = prompt_with(TEXT, image(4, 4, numbers=192), TEXT)
     with pytest.raises(ConfigError, match="patches of 192 numbers; this model's have 96"):
         engine.generate([wide], SamplingParams(max_tokens=1))
-    with pytest.raises(ConfigError, match="only in the trainer's process: not vLLM's server"):
+    with pytest.raises(ConfigError, match=r"neither vLLM's own server .* `rlloop serve engine`, with --engine vllm"):
         check_text(wide)
     with pytest.raises(ConfigError, match=r"vllm_stock with .*: vLLM's own vision tower was not tried"):
         StockVllmEngine(model)

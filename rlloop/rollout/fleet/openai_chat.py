@@ -172,7 +172,8 @@ def _message(index: int, message: dict[str, Any], served: Served, pictures: list
 def _picture(where: str, image_url: Any, served: Served) -> bytes:
     """The file in an `image_url` part. The URL must be a data URI; this server downloads nothing."""
     if served.images is None:
-        raise BadField("messages", f"{where} has an image, and this engine's model reads text alone")
+        problem = f"{where} has an image, and this engine takes text alone"
+        raise BadField("messages", f"{problem}; models that read images take them behind `rlloop serve engine`")
     url = image_url.get("url") if isinstance(image_url, dict) else image_url
     try:
         return file_of_uri(url if isinstance(url, str) else repr(url))

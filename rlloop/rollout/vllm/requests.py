@@ -101,9 +101,9 @@ def check_text(prompt: ModelInput | list[int]) -> None:
     """Raises `ConfigError` for a prompt that is more than text."""
     if isinstance(prompt, ModelInput) and not prompt.is_text:
         raise ConfigError(
-            "a prompt has images or positions of its own, which reach rlloop's model in vLLM only in the trainer's "
-            "process: not vLLM's server, and not vLLM's own model; set launch=local, with rollout.engine=vllm or "
-            "embedded"
+            "a prompt has images or positions of its own, which neither vLLM's own server nor its own models are "
+            "given: set launch=local, with rollout.engine=vllm or embedded, or serve the engine by `rlloop serve "
+            "engine`, with --engine vllm or embedded"
         )
 
 

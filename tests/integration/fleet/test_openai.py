@@ -480,7 +480,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(running, name, path):
         ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            "has an image, and this engine's model reads text alone",
+            "has an image, and this engine takes text alone",
         ),
         ("hello", "Expected `array`"),
     ],
