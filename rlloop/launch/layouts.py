@@ -1,4 +1,5 @@
-"""Refusal of layouts that a model cannot be split over, or that the machine has no GPUs for, before anything loads."""
+"""Refusal of layouts that a model cannot be split over, or that the machine has no GPUs or room for, before anything
+loads."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from rlloop.config.layout import World
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.room import check_room
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config, read_config
 from rlloop.models.placement import check_placement
+from rlloop.models.weights import usable_device
 from rlloop.parallel.layout import Layout
 from rlloop.protocols import MakesModel, Task
 from rlloop.rollout.vllm.stock_models import check_stock_model
@@ -127,13 +130,23 @@ def _check_ray(config: RunConfig) -> None:
 
 
 def check_task(config: RunConfig, task: Task) -> None:
-    """`check_model` of the model that `task` gives, where its configuration is known before it is made."""
-    if config.world.size == 1 and config.rollout.engine is not EngineKind.vllm_stock:
+    """`check_model` of the model that `task` gives, and on a GPU of this machine `check_room`, where its configuration
+    is known before it is made."""
+    divided = config.world.size > 1 or config.rollout.engine is EngineKind.vllm_stock
+    here = torch.device(config.device).type == "cuda" and (config.launch is not Launch.ray or not config.ray.address)
+    if not (divided or here):
         return
-    if config.model.path is not None:
-        check_model(config, read_config(config.model.path))
+    path = config.model.path
+    if path is not None:
+        model = read_config(path)
     elif isinstance(task, MakesModel):
-        check_model(config, parse_config(task.model_config()))
+        model = parse_config(task.model_config())
+    else:
+        return
+    if divided:
+        check_model(config, model)
+    if here:
+        check_room(config, model, path, usable_device(config.device))
 
 
 def check_model(config: RunConfig, model: ModelConfig) -> None:

@@ -49,13 +49,14 @@ def load(
     Raises ConfigError for packed weights without an adapter to train, for one that `trains` and that a GPU has no room
     for, and where `parity.mode=require` meets a machine that fails the start-up probe.
     """
-    if config.model.lora.rank == 0 and read_config(source).quantization is not None:
+    stored = read_config(source)
+    if config.model.lora.rank == 0 and stored.quantization is not None:
         raise ConfigError(
             f"{source} has packed weights (its quantization_config or hf_quant_config.json), which are frozen: "
             "set model.lora.rank to train an adapter over them, or model.path to a folder of plain weights"
         )
     if trains:
-        check_room(config, source, usable_device(config.device) if context is None else context.device)
+        check_room(config, stored, source, usable_device(config.device) if context is None else context.device)
     model = load_unchecked(config, source, context)
     if config.parity.mode is ParityMode.require:
         broken = probe(model.ops, model.dtype, model.device)

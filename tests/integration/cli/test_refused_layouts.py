@@ -77,6 +77,29 @@ def test_what_no_model_or_machine_has(layout, said, dry, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("", "trainer.layout (one rank) keeps 106.8 GiB of weights, masters and moments on a GPU, which has 80.0; set"),
+        ("launch=ray trainer.layout.dp_replicate=2", "--model FOLDER --gpus 2, of a folder with config.json"),
+        ("launch=ray ray.address=somewhere:6379", "the run went on"),  # its GPUs are unknown here
+    ],
+)
+def test_what_a_gpu_has_no_room_for_is_not_made(layout, said, dry, capsys, monkeypatch):
+    """Of 80 GiB, for weights, masters and moments of an 8B model."""
+    for module in ("layouts", "prepare"):
+        monkeypatch.setattr(f"rlloop.launch.{module}.usable_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    command = ["train", "random", "run.dir=run", "device=cuda", *layout.split(), *dry]
+    if "address" in layout:
+        with pytest.raises(AssertionError, match=said):
+            main(command)
+    else:
+        assert main(command) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_what_a_given_model_cannot_hold(tmp_path, capsys):
     make_model(tmp_path)
     assert main(["train", "countdown", f"model.path={tmp_path}/model", "run.dir=run", RAY, "trainer.layout.tp=4"]) == 2

@@ -10,6 +10,7 @@ from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.compose import build, compose_recipe
 from rlloop.launch.make import load
 from rlloop.launch.room import check_room
+from rlloop.models.config import read_config
 from rlloop.parallel.context import ParallelContext
 from rlloop.training.memory import GIB
 
@@ -29,7 +30,7 @@ def refused(folder, monkeypatch, memory, *overrides):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory * GIB))
     config = build(compose_recipe("random", [*overrides, "launch=ray"]))
     try:
-        check_room(config, folder, GPU)
+        check_room(config, read_config(folder), folder, GPU)
     except ConfigError as error:
         return str(error)
     return ""
