@@ -120,8 +120,9 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
         "--engine", choices=list(EngineKind), type=EngineKind, default=EngineKind.embedded, help="engine that samples"
     )
     options.add_argument(
-        "--layout", nargs="*", default=[], metavar="tp=N",
-        help="ranks of one engine, each a process of this host with a GPU or CPU of its own; tp=N share each product",
+        "--layout", nargs="*", default=[], metavar="AXIS=N",
+        help="ranks of one engine, each a process of this host with a GPU or CPU of its own: tp=N share each product "
+        "and the experts, or ep=N of them the experts; pp=N share the layers",
     )  # fmt: skip
     options.add_argument(
         "--lora-rank", type=int, default=0, metavar="R",

@@ -15,18 +15,18 @@ def check_placement(config: ModelConfig, layouts: Mapping[str, Layout]) -> None:
     `layouts`: by their key in the configuration. Those of `rollout.layout` are an engine's, others a trainer's, whose
     cp ranks split sequences.
     """
-    refuse_misfits(layouts, partial(_fault, config), config.architecture)
+    refuse_misfits(layouts, partial(fault, config), config.architecture)
 
 
-def _fault(config: ModelConfig, key: str, layout: Layout) -> Misfit | None:
-    """The first rule that a layout violates, and one of as many ranks to try instead."""
+def fault(config: ModelConfig, key: str, layout: Layout) -> Misfit | None:
+    """The first rule that a layout violates, and one of as many ranks to try instead. `key`: see `check_placement`."""
     if layout.pp > config.num_layers:
-        fault = f"pp is {layout.pp}, and there are {config.num_layers} layers"
-        return fault, with_at_most(layout, "pp", config.num_layers)
+        rule = f"pp is {layout.pp}, and there are {config.num_layers} layers"
+        return rule, with_at_most(layout, "pp", config.num_layers)
     deep = 0 if config.vision is None else len(config.vision.deepstack)
     if layout.pp > 1 and config.num_layers // layout.pp < deep:
-        fault = f"pp is {layout.pp}, and a picture's features enter the first {deep} layers, all of the first stage"
-        return fault, with_at_most(layout, "pp", max(1, config.num_layers // deep))
+        rule = f"pp is {layout.pp}, and a picture's features enter the first {deep} layers, all of the first stage"
+        return rule, with_at_most(layout, "pp", max(1, config.num_layers // deep))
     experts = 0 if config.mixture is None or not config.mixture.layers else config.mixture.num_experts
     for axis in ("cp", "tp"):
         if (degree := getattr(layout, axis)) > (heads := fewest_heads(config)):

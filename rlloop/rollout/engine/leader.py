@@ -1,4 +1,4 @@
-"""One engine over tensor-parallel ranks, called on the first rank only, as by a server.
+"""One engine over several ranks, called on the first rank only, as by a server.
 
 The first rank's engine sends each state-changing call to the others, which repeat it, so a step admits, ends and
 computes the same requests on every rank.
@@ -23,7 +23,8 @@ Call = tuple[str, tuple[Any, ...]]  # a method, and its arguments
 
 
 class LeadingEngine(Engine):
-    """The first rank's engine, used like any engine; the other ranks run `follow` until `close`.
+    """The first rank's engine, used like any engine; the other ranks run `follow` until `close`. All ranks have the
+    same requests, so its layout has one rank along dp_shard.
 
     `weights`: a model on this rank that has the parameters whole; `set_version` hands its values to all ranks. None:
     the weights stay as they are.
@@ -36,7 +37,7 @@ class LeadingEngine(Engine):
 
     def _send(self, method: str, *args: Any) -> None:
         """Send the queued calls, then one with collectives, which all ranks must make at the same time."""
-        self.model.context.tp.broadcast_object([*self._calls, (method, args)])
+        self.model.context.ranks("world").broadcast_object([*self._calls, (method, args)])
         self._calls = []
 
     def _accept(
@@ -54,11 +55,11 @@ class LeadingEngine(Engine):
         super().drop_adapter(name)
 
     def abort(self, request_id: int) -> Completion | None:
-        self._calls.append(("abort", (request_id,)))
+        self._send("abort", request_id)  # stages gather what a request's tokens chose
         return super().abort(request_id)
 
     def abort_all(self) -> list[tuple[int, Completion]]:
-        self._calls.append(("abort_all", ()))
+        self._send("abort_all")
         return super().abort_all()
 
     def step(self) -> list[tuple[int, Completion]]:
@@ -89,9 +90,9 @@ class LeadingEngine(Engine):
 
 def follow(engine: Engine) -> None:
     """Repeat the calls of the first rank's `LeadingEngine`, of the same settings, until it is closed."""
-    tp = engine.model.context.tp
+    world = engine.model.context.ranks("world")
     while True:
-        calls: list[Call] = tp.broadcast_object(None)
+        calls: list[Call] = world.broadcast_object(None)
         for method, args in calls:
             if method == "close":
                 engine.close()

@@ -1,9 +1,11 @@
-"""`rlloop serve engine --layout tp=2`: one engine over two processes, which follows a store as one process would,
-and whose requests name adapters."""
+"""`rlloop serve engine --layout`: one engine over two processes, which follows a store as one process would, and whose
+requests name adapters."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ import torch
 from rlloop import Engine, SamplingParams, load_adapter
 from rlloop.cli import serve
 from rlloop.cli.main import main
-from rlloop.cli.serve_ranks import layout_of
+from rlloop.cli.serve_ranks import check_layout, layout_of
 from rlloop.errors import ConfigError
 from rlloop.models import load_model, weights
+from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.leader import LeadingEngine
 from rlloop.rollout.fleet.client import RemoteEngine
 from rlloop.sync.live import named_weights, tensors_of
@@ -25,6 +28,10 @@ from tests.support.adapters import adapter_folder
 from tests.support.fleet_run import TOKEN, Server
 from tests.support.tiny_run import make_model
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
 PROMPTS = [[5, 6, 7], list(range(10, 40)), [9]]
 SAMPLING = [
     SamplingParams(max_tokens=12, seed=1),
@@ -38,14 +45,17 @@ def bits(made: list[Completion]) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_two_processes_serve_one_engine_and_follow_a_store(tmp_path: Path) -> None:
-    make_model(tmp_path)
+@pytest.mark.parametrize(("own", "layout"), [({}, ["tp=2"]), (MIXTURE, ["tp=2", "ep=2"]), (MIXTURE, ["pp=2"])])
+def test_two_processes_serve_one_engine_and_follow_a_store(
+    tmp_path: Path, own: dict[str, Any], layout: list[str]
+) -> None:
+    make_model(tmp_path, **own)
     private = new_key(tmp_path / "key")
     model, publisher = load_model(tmp_path / "model"), Publisher(FolderStore(tmp_path / "weights"), private, "run")
     load_adapter(model, adapter_folder(tmp_path / "poet", model, 1, targets=("all-linear", "lm_head")), "poet")
     named = ["poet", None, "poet"]
     server = Server(
-        tmp_path, "engine", "--model", "model", "--layout", "tp=2", "--threads", "1", "--store", "weights",
+        tmp_path, "engine", "--model", "model", "--layout", *layout, "--threads", "1", "--store", "weights",
         "--public-key", "key.pub", "--interval", "0.2", "--adapter", "poet=poet",
     )  # fmt: skip
     try:
@@ -79,24 +89,64 @@ def test_the_usual_steps_are_recorded_before_a_server_answers(
     assert said == ["" if "--no-warm-up" in options else "rlloop engine: 7 steps recorded as CUDA graphs\n"]
 
 
-def test_other_layouts_are_refused() -> None:
-    for text in ("pp=2", "tp", "tp=two"):
-        with pytest.raises(ConfigError, match="tp=N"):
-            layout_of([text])
-    assert layout_of(["tp=3"]).tp == 3
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            "cp=2",
+            r"--layout is 'cp=2'; it must be .*: tp=N \(each product\), ep=N \(the experts\), pp=N \(the layers\)",
+        ),
+        ("tp", "it must be"),
+        ("pp=two", "it must be"),
+        ("tp=0", "it must be"),
+        ("ep=3", "--layout has ep=3 and tp=1, and .* give it tp=3 ep=3$"),
+        ("tp=4 ep=3 pp=2", "give it tp=4 pp=2 ep=2$"),
+    ],
+)
+def test_other_layouts_are_refused(layout: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout_of(layout.split())
 
 
-def test_more_ranks_than_heads_or_gpus_are_refused_before_they_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_degrees_of_a_layout() -> None:
+    assert layout_of(["tp=4", "ep=2", "pp=3"]) == Layout(tp=4, ep=2, pp=3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("tp=99", "--layout tp=99 does not fit: tp is 99, and ranks split layers of 2 heads; give it tp=2"),
+        ("tp=7 pp=2", "tp is 7, and ranks split layers of 2 heads; give it tp=2 pp=2"),
+        ("pp=4", "pp is 4, and there are 2 layers; give it pp=2"),
+        ("tp=2 ep=2", "ep is 2, and there are no experts; give it tp=2"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], layout: str, said: str
 ) -> None:
     make_model(tmp_path)
     monkeypatch.setattr(serve, "engine_over", lambda *_: pytest.fail("ranks were started"))
-    command = ["serve", "engine", "--model", str(tmp_path / "model")]
-    assert main([*command, "--layout", "tp=99"]) == 2
-    said = capfd.readouterr().err
-    assert "--layout is tp=99, more than the model's heads in a layer (" in said
-    assert "Traceback" not in said
+    command = ["serve", "engine", "--model", str(tmp_path / "model"), "--layout"]
+    assert main([*command, *layout.split()]) == 2
+    error = capfd.readouterr().err
+    assert f"{said}\n" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "said"),
+    [
+        ("tp=2", 1, "--layout tp=2 does not fit: there are 2 ranks, more than this machine's GPUs (1); leave it out"),
+        ("tp=2 pp=2", 3, "there are 4 ranks, more than this machine's GPUs (3); give it tp=2"),
+        ("tp=4 ep=4", 2, "(2); give it tp=2 ep=2"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, gpus: int, said: str
+) -> None:
+    make_model(tmp_path, num_attention_heads=4, **MIXTURE)
     monkeypatch.setattr(weights, "usable_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert main([*command, "--layout", "tp=2"]) == 2
-    assert "tp=2, more than this machine's GPUs (1); give it tp=1 at most" in capfd.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError) as refused:
+        check_layout(layout_of(layout.split()), Namespace(model=tmp_path / "model", device="cuda"))
+    assert str(refused.value).endswith(said)
