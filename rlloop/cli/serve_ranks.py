@@ -6,22 +6,32 @@ import argparse
 import itertools
 import math
 import multiprocessing
+import os
+import shutil
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.parallel.layout import Layout, keys_of, with_experts
 
 if TYPE_CHECKING:
+    from multiprocessing.context import SpawnProcess
+    from types import FrameType
+
     from rlloop.models import Model
     from rlloop.rollout import Engine
 
 AXES = {"tp": "each product", "ep": "the experts", "pp": "the layers"}  # what N ranks share
+GRACE = 3.0  # seconds after a rank has ended in which the first may end by itself
 SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "adapter_slots", "adapter_rank")
 
 
@@ -76,25 +86,76 @@ def check_layout(layout: Layout, args: argparse.Namespace) -> None:
 
 @contextmanager
 def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engine, Model]]:
-    """(engine, the weights that follow a store) over the layout's processes, of which this is the first."""
+    """(engine, the weights that follow a store) over the layout's processes, of which this is the first. If another one
+    ends, this one says which and ends, too."""
     from rlloop.models import load_model
     from rlloop.rollout.engine.leader import LeadingEngine
 
     with ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, _terminate)
+        stack.callback(signal.signal, signal.SIGTERM, before)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-ranks-"))
         address = f"file://{Path(folder) / 'meeting'}"
+        others: list[SpawnProcess] = []
         for rank in range(1, layout.world_size):
             process = multiprocessing.get_context("spawn").Process(
                 target=_follow, args=(args, layout, address, rank), name=f"rank {rank}", daemon=True
             )
             process.start()
+            others.append(process)
+            stack.callback(process.kill)
             stack.callback(process.join, 30)
-        make = stack.enter_context(_rank(args, layout, address, 0))
-        # What a store's versions are written into.
-        whole = None if args.store is None else load_model(args.model, dtype=args.dtype)
-        engine = make(partial(LeadingEngine, weights=whole))
-        stack.callback(engine.close)
-        yield engine, whole or engine.model
+        closing = threading.Event()
+        threading.Thread(target=_end_with_any, args=(others, closing, folder), name="ranks", daemon=True).start()
+        try:
+            make = stack.enter_context(_rank(args, layout, address, 0))
+            # What a store's versions are written into.
+            whole = None if args.store is None else load_model(args.model, dtype=args.dtype)
+            engine = make(partial(LeadingEngine, weights=whole))
+            stack.callback(_close, engine, others)
+            yield engine, whole or engine.model
+        finally:
+            closing.set()
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # all ranks end in order, and it has the exit code of a process that the signal ended
+
+
+def _close(engine: Engine, others: list[SpawnProcess]) -> None:
+    """End all ranks. Raises `RlloopError` if one has ended before."""
+    if lost := _lost(others):
+        raise RlloopError(lost)
+    engine.close()
+
+
+def _lost(others: list[SpawnProcess]) -> str:
+    """The rank that has ended, in words; empty if none has."""
+    gone = next((each for each in others if not each.is_alive()), None)
+    if gone is None:
+        return ""
+    code = gone.exitcode or 0
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    return f"{gone.name} of {len(others) + 1} ended {how}, and with it this engine"
+
+
+def _end_with_any(others: list[SpawnProcess], closing: threading.Event, folder: str) -> None:
+    """End this process if another rank ends before it: it may wait for that one in a copy."""
+    wait([each.sentinel for each in others])
+    if closing.wait(GRACE):  # it ends by itself, perhaps with the same error
+        return
+    print(f"rlloop: {_lost(others)}", file=sys.stderr, flush=True)
+    for each in others:
+        each.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _end_with_first() -> None:
+    first = multiprocessing.parent_process()
+    assert first is not None
+    wait([first.sentinel])
+    os._exit(1)
 
 
 @contextmanager
@@ -117,11 +178,11 @@ def _rank(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> 
 
 
 def _follow(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> None:
-    import signal
-
     from rlloop.rollout import Engine
     from rlloop.rollout.engine.leader import follow
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends the others, after its server
+    threading.Thread(target=_end_with_first, name="first rank", daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends the others, after its server
+        signal.signal(number, signal.SIG_IGN)
     with _rank(args, layout, address, rank) as make:
         follow(make(Engine))

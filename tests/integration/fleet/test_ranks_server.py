@@ -3,6 +3,8 @@ requests name adapters."""
 
 from __future__ import annotations
 
+import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from rlloop.types import Completion
 from tests.support.adapters import adapter_folder
 from tests.support.fleet_run import TOKEN, Server
 from tests.support.tiny_run import make_model
+from tests.support.waiting import until
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2,
@@ -72,6 +75,45 @@ def test_two_processes_serve_one_engine_and_follow_a_store(
                 assert bits(remote.generate(PROMPTS[1:], SAMPLING[1:])) == expected[1:]  # from the prefix cache
                 adapted = bits(Engine(model).generate(PROMPTS, SAMPLING, adapters=named))
                 assert bits(remote.generate(PROMPTS, SAMPLING, adapters=named)) == adapted != expected
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_ranks_ends_them_in_order(tmp_path: Path) -> None:
+    """As `systemctl stop` sends it."""
+    make_model(tmp_path)
+    server = Server(tmp_path, "engine", "--model", "model", "--layout", "tp=2", "--threads", "1")
+    try:
+        with RemoteEngine(server.url, token=TOKEN) as remote:
+            remote.generate(PROMPTS, SAMPLING)
+        for pid in (*spawned_by(server.process.pid), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        said, _ = server.process.communicate(timeout=60)
+        assert (server.process.returncode, said) == (128 + signal.SIGTERM, "")
+    finally:
+        server.kill()
+
+
+def spawned_by(pid: int) -> list[int]:
+    """Processes that Python started there."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True], ids=["another", "the first"])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, first: bool) -> None:
+    make_model(tmp_path)
+    server = Server(tmp_path, "engine", "--model", "model", "--layout", "tp=2", "--threads", "1")
+    try:
+        assert server.url
+        [rank] = spawned_by(server.process.pid)
+        os.kill(server.process.pid if first else rank, signal.SIGKILL)
+        said, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == (-signal.SIGKILL if first else 1)
+        assert first or "rlloop: rank 1 of 2 ended by signal 9, and with it this engine" in said
+        until(lambda: not Path(f"/proc/{rank}").exists())
     finally:
         server.kill()
 
