@@ -9,12 +9,13 @@ import pytest
 from torch.distributed.run import main
 
 from tests.support.command import ROOT, Command
-from tests.support.tiny_run import command_of, held, steps
+from tests.support.ranked_run import finish, same
+from tests.support.tiny_run import command_of, held, steps, train
 from tests.support.waiting import until
 
 
-def torchrun(folder: Path, *overrides: str) -> Command:
-    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "rlloop", *command_of(folder, *overrides)]
+def torchrun(folder: Path, *overrides: str, options: tuple[str, ...] = ()) -> Command:
+    arguments = ["--standalone", "--nproc-per-node", "2", *options, "-m", "rlloop", *command_of(folder, *overrides)]
     return Command(*arguments, cwd=folder.parent, env={**os.environ, "PYTHONPATH": f"{ROOT}"}, program=main)
 
 
@@ -41,3 +42,17 @@ def test_the_other_ranks_end_after_rank_0_before_torchrun_must_kill_them(tmp_pat
         os.kill(int(rank_0), signal.SIGKILL)
         output, _ = process.communicate()
     assert output.count("Signal 9 (SIGKILL)") == 1, output
+
+
+@pytest.mark.slow
+def test_it_starts_all_ranks_again_if_it_may_and_the_run_goes_on(tmp_path):
+    run = tmp_path / "run"
+    with held(run, 4):
+        process = torchrun(run, "trainer.layout.dp_shard=2", options=("--max-restarts", "1"))
+        until(lambda: steps(run) == 4, process)
+        [rank_0] = re.findall(r"process (\d+)", (run / "run.log").read_text())
+        os.kill(int(rank_0), signal.SIGKILL)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    finish([train(tmp_path / "whole")])
+    same(run, tmp_path / "whole")
