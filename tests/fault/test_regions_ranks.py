@@ -60,7 +60,7 @@ def newest(run: Path) -> dict[str, bytes]:
     [
         (LARGE, ["trainer.layout.dp_shard=2"], ["--layout", "tp=2"]),
         (LARGE, ["trainer.layout.tp=2", "rollout.layout.tp=2"], []),
-        (MIXTURE, ["trainer.layout.dp_shard=2", "trainer.layout.ep=2"], []),
+        (MIXTURE, ["trainer.layout.dp_shard=2", "trainer.layout.ep=2"], ["--layout", "pp=2"]),
     ],
     ids=["dp_shard", "tp", "ep"],
 )
