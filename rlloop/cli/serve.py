@@ -109,7 +109,9 @@ def _engine(args: argparse.Namespace, stack: ExitStack) -> None:
         torch.set_num_threads(args.threads)
     if layout.world_size > 1:
         if args.engine is not EngineKind.embedded:
-            raise ConfigError(f"--layout is for --engine embedded; vLLM has ranks of its own, not {args.layout}")
+            raise ConfigError(
+                "--layout is for --engine embedded; leave one of the two out (in runs rollout.layout is for vLLM, too)"
+            )
         check_layout(layout, args)
         engine, model = stack.enter_context(engine_over(layout, args))
     else:
