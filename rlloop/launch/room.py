@@ -14,7 +14,7 @@ from rlloop.errors import ConfigError
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.weight_reader import packed_parameters
 from rlloop.numerics.packed import Packing
-from rlloop.parallel.layout import Layout, beside, keys_of
+from rlloop.parallel.layout import Layout, beside, changes, keys_of
 from rlloop.training.memory import DTYPES, GIB, layouts, predict, preference
 
 
@@ -35,8 +35,9 @@ def check_room(config: RunConfig, model: ModelConfig, folder: str | Path | None,
     if taken <= room:
         return
     staged = not (config.algorithm.critic.lr or config.trainer.shard == "parameters")
+    trainer, rollout = config.layouts
     fitting = (
-        f"set {keys_of(each, 'trainer.layout.')} {keys_of(beside(each), 'rollout.layout.')}".rstrip()
+        "set " + " ".join(changes("trainer.layout", trainer, each) + changes("rollout.layout", rollout, beside(each)))
         for each in sorted(layouts(model, layout.world_size), key=preference)
         if (staged or each.pp == 1) and needs(each, config.trainer.offload) <= room
     )

@@ -124,24 +124,25 @@ def refuse_misfits(layouts: Mapping[str, Layout], find: Callable[[str, Layout], 
 
     `layouts`: by their key in the configuration, `trainer.layout` or `rollout.layout`. `what`: that they do not fit.
     """
-    faults, changes = [], []
+    faults, keys = [], []
     for key, layout in layouts.items():
         fitting = layout
         while (found := find(key, fitting)) is not None:
             if fitting is layout:
                 faults.append(f"{key} does not fit {what}: {found[0]}")
             fitting = found[1]
-        changes += _changes(key, layout, fitting)
+        keys += changes(key, layout, fitting)
     if faults:
-        raise ConfigError(f"{'; '.join(faults)}; set {', '.join(changes)}")
+        raise ConfigError(f"{'; '.join(faults)}; set {', '.join(keys)}")
 
 
 def without_stages(layout: Layout) -> str:
     """The keys of `trainer.layout` that make it one of as many ranks without a pipeline."""
-    return " and ".join(_changes("trainer.layout", layout, with_at_most(layout, "pp", 1)))
+    return " and ".join(changes("trainer.layout", layout, with_at_most(layout, "pp", 1)))
 
 
-def _changes(key: str, layout: Layout, other: Layout) -> list[str]:
+def changes(key: str, layout: Layout, other: Layout) -> list[str]:
+    """The keys, below `key`, that make `other` of `layout`. Example: `["trainer.layout.pp=1"]`."""
     names = sorted(vars(layout), key="dp_shard".__eq__)  # which follows from the others
     return [f"{key}.{name}={getattr(other, name)}" for name in names if getattr(other, name) != getattr(layout, name)]
 

@@ -47,8 +47,8 @@ def refused(folder, monkeypatch, memory, *overrides):
         (16, ("model.lora.rank=8",), ""),
         (108, (), ""),
         (80, TWO, ""),
-        (60, TWO, "; set trainer.layout.pp=2 rollout.layout.pp=2, or set trainer.offload=masters, or use more GPUs"),
-        (60, (*TWO, *CRITIC), "; set trainer.layout.tp=2 rollout.layout.tp=2, or"),
+        (60, TWO, "; set trainer.layout.pp=2 trainer.layout.dp_shard=1 rollout.layout.pp=2, or set trainer.offload="),
+        (60, (*TWO, *CRITIC), "; set trainer.layout.tp=2 trainer.layout.dp_shard=1 rollout.layout.tp=2, or"),
         (60, (*TWO, "trainer.shard=parameters"), ""),
         (60, ("trainer.layout.dp_replicate=2",), "(dp_replicate=2) keeps 106.8 GiB"),
         (20, ("model.quantize=fp8",), ""),
@@ -58,6 +58,22 @@ def test_weights_masters_and_moments_must_fit(folder, monkeypatch, memory, overr
     found = refused(folder, monkeypatch, memory, *overrides)
     assert said in found
     assert bool(said) == bool(found)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("trainer.layout.dp_replicate=2", "rollout.layout.tp=2"),
+        ("trainer.layout.cp=4", "rollout.layout.tp=2"),
+        ("rollout.layout.dp_replicate=4",),
+    ],
+)
+def test_what_is_advised_fits_on_as_many_ranks(folder, monkeypatch, given):
+    said = refused(folder, monkeypatch, 80, *given)
+    advice = said.partition("; set ")[2].partition(", or")[0].split()
+    assert refused(folder, monkeypatch, 80, *given, *advice) == ""
+    size, now = (build(compose_recipe("random", [*given, *more])).world.size for more in ([], advice))
+    assert now == size
 
 
 def test_it_is_refused_before_it_is_loaded(folder, monkeypatch):
