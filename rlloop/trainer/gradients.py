@@ -120,7 +120,8 @@ class GradientSum:
         for name, experts in self._experts.items():
             experts.taker = lambda own, gradients, name=name: self._arrived(f"{name}.{own}", gradients)
         try:
-            with self.apart():
+            # A thread of autograd's own would take turns with this one for Python's lock (a third more time on a GPU).
+            with self.apart(), torch.autograd.set_multithreading_enabled(False):
                 work()
         finally:
             for experts in self._experts.values():

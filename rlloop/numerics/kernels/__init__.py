@@ -98,6 +98,11 @@ def kernels_for(device: torch.device) -> Kernels:
     return kernels
 
 
+def kernel_for(device: torch.device, name: str) -> Callable[..., Any]:
+    """The function `name` for tensors of a device. Raises as `kernels_for` does."""
+    return getattr(kernels_for(device), name, None) or functools.partial(_missing, device.type, name)
+
+
 def kernel(device_type: str, name: str) -> Callable[..., Any]:
     """The function `name` for tensors of `device_type`, whose module is imported at the first call."""
 

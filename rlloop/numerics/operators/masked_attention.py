@@ -143,7 +143,8 @@ _sparse_attention = operator(
 )
 
 
-FORWARDS = _attention, _sparse_attention  # each makes (out, log-sum-exp); for what keeps these of a layer made again
+# Each makes (out, log-sum-exp); for what keeps these of a layer made again.
+FORWARDS = torch.ops.rlloop.attention.default, torch.ops.rlloop.sparse_attention.default
 
 
 def sparse_attention(

@@ -33,8 +33,10 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = product(grad, False, x, False, gradient_type(weight)) if needs[1] else None
     if len(needs) == 2:
         return grad_x, grad_weight
+    if not needs[2]:
+        return grad_x, grad_weight, None
     ones = torch.ones(1, len(grad), device=grad.device)
-    return grad_x, grad_weight, product(ones, True, grad, False, gradient_type(weight))[0] if needs[2] else None
+    return grad_x, grad_weight, product(ones, True, grad, False, gradient_type(weight))[0]
 
 
 linear = operator(
