@@ -63,6 +63,44 @@ def test_whole_steps_of_rows_are_cublass(calls, rows, expected, biased):
 
 
 @pytest.mark.parametrize(
+    ("agreed", "expected"),
+    [({1024, 1280}, [("cuBLAS", 1280)]), ({1024}, [("cuBLAS", 1024), ("ours", 76)]), (set(), [("ours", 1100)])],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_step_is_filled_up_by_what_lies_behind_many_rows(calls, monkeypatch, agreed, expected, biased):
+    from rlloop.numerics.kernels.triton import linear
+    from rlloop.numerics.kernels.triton.launch import rows_like, with_room
+
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[0] in agreed)
+    monkeypatch.setattr(linear, "VENDOR_ALIGNMENT", 1)  # a CPU's memory is at other addresses
+    drawn_x, weight, bias = drawn(1100)
+    x = rows_like(drawn_x, 1100, K).copy_(drawn_x)
+    behind = with_room(x, 1280)
+    assert behind is not None
+    behind[1100:] = torch.nan
+    out = linear.product(x, weight, bias if biased else None, torch.bfloat16)
+    assert calls == [(*each, biased) for each in expected]
+    assert torch.equal(out, (x.float() @ weight.float().T + (bias.float() if biased else 0)).bfloat16())
+    assert (with_room(out, 1280) is not None) == (len(calls) == 1 and 1280 in agreed)
+    assert not x._is_view()
+    assert not out._is_view()
+
+
+def test_rows_that_are_few_or_not_contiguous_have_no_room():
+    from rlloop.numerics.kernels.triton.launch import rows_like, with_room
+
+    x = torch.zeros(2, 4)
+    assert rows_like(x, 300, 4).untyped_storage().nbytes() == 300 * 4 * 4
+    many = rows_like(x, 1300, 3, 4, dtype=torch.bfloat16)
+    assert (many.shape, many.dtype, many.untyped_storage().nbytes()) == ((1300, 3, 4), torch.bfloat16, 1536 * 12 * 2)
+    assert with_room(many.flatten(1), 1536) is not None
+    assert with_room(many.flatten(1), 1537) is None
+    assert with_room(many.flatten(1)[10:], 1526) is not None
+    assert with_room(many.flatten(1)[10:], 1527) is None
+    assert with_room(rows_like(x, 1100, 8)[:, :4], 1280) is None
+
+
+@pytest.mark.parametrize(
     ("agreed", "taken"), [({352, 384}, ("cuBLAS", 352)), ({416}, ("ours", 288)), (set(), ("ours", 288))]
 )
 def test_rows_are_padded_to_rows_that_agree(calls, monkeypatch, agreed, taken):

@@ -20,7 +20,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, gluon_runs, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import (
+    ALIGNMENT,
+    EXACT,
+    aligned,
+    gluon_runs,
+    hopper,
+    power_of_two,
+    rows_like,
+)
 from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 from rlloop.numerics.layout import AttentionLayout
 
@@ -332,7 +340,7 @@ def attention(
     numbers apart.
     """
     (tokens, heads, width), (_, groups, v_width) = q.shape, v.shape
-    out, lse = q.new_empty(tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
+    out, lse = rows_like(q, tokens, heads, v_width), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens == 0:
         return out, lse
     q, k, (v, v_step) = aligned(q), aligned(k), value_rows(v)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two, rows_like
 from rlloop.numerics.kernels.triton.meeting import Meeting, meet, met, place
 
 NUMBERS = 2048  # a program of the activation has so many
@@ -62,7 +62,7 @@ def rms_norm(
     ahead = meeting is not None and isinstance(weight, Parameter) and aligned(weight) is weight
     x, weight, width, early = aligned(x), aligned(weight), x.shape[-1], hopper(x.device)
     rows = x.numel() // width
-    out, scales = torch.empty_like(x), torch.empty(rows, device=x.device)
+    out, scales = rows_like(x, *x.shape), torch.empty(rows, device=x.device)
     stream = x.new_empty(0 if residual is None else x.shape)
     if rows:
         block = power_of_two(width)
@@ -157,7 +157,7 @@ def _layer_normed(
 ) -> tuple[Tensor, Tensor]:
     """(normed, what was normed)."""
     x, width = aligned(x), x.shape[-1]
-    out, stream = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    out, stream = rows_like(x, *x.shape), x if residual is None else torch.empty_like(x)
     if out.numel():
         _layer_norm[(out.numel() // width,)](
             x, x if residual is None else aligned(residual), aligned(weight), aligned(bias), stream, out, eps,
@@ -272,7 +272,7 @@ def _silu_mul(gate, up, out, count, NUMBERS: tl.constexpr):
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = aligned(gate), aligned(up)
-    out = torch.empty_like(gate)
+    out = rows_like(gate, *gate.shape)
     if out.numel():
         _silu_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
     return out
@@ -310,7 +310,7 @@ def _sigmoid_mul(gate, up, out, count, NUMBERS: tl.constexpr):
 
 def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = aligned(gate), aligned(up)
-    out = torch.empty_like(up)
+    out = rows_like(up, *up.shape)
     if out.numel():
         _sigmoid_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
     return out

@@ -43,6 +43,24 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
+ROOM = 256  # rows
+ROOMY = 1024  # rows from which on there is room
+
+
+def rows_like(x: Tensor, rows: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty [rows, ...] of x's device, whose memory goes on to a multiple of `ROOM` rows where there are many."""
+    made = x.new_empty(-(-rows // ROOM) * ROOM if rows >= ROOMY else rows, *shape, dtype=dtype or x.dtype)
+    return made.resize_(rows, *shape)  # which keeps the memory, and makes no view
+
+
+def with_room(x: Tensor, rows: int) -> Tensor | None:
+    """x [T, K] and what lies in memory behind it, of any values: [rows, K]. None where its memory ends before."""
+    end = (x.storage_offset() + rows * x.shape[1]) * x.itemsize
+    if not x.is_contiguous() or x.untyped_storage().nbytes() < end:
+        return None
+    return x.as_strided((rows, x.shape[1]), (x.shape[1], 1))
+
+
 def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 

@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import small_batch_tiles
-from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
+from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, rows_like, with_room
 
 FEW_ROWS = 256
 VENDOR_ROWS = 128
-MANY_ROWS = 1024
-STEPS = (128, 256)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
-# would be a shape never tried. What is left over of many rows goes to our kernel.
+MANY_ROWS = ROOMY
+STEPS = (128, ROOM)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
+# would be a shape never tried. Of many rows it also gets what lies behind them in memory, to fill up a step; where
+# memory ends before, what is left over goes to our kernel.
 PADDED = 32  # likewise of more than `FEW_ROWS` and fewer than `MANY_ROWS`: an engine pads its steps to such multiples.
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
@@ -232,6 +233,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
         def agrees(count: int) -> bool:
             return vendor_agrees(count, outputs, width, x.dtype, dtype, x.get_device(), bias is not None)
 
+        if takes and rows > whole and (filled := with_room(x, whole + step)) is not None and agrees(whole + step):
+            out = rows_like(x, rows, outputs, dtype=dtype)
+            vendor(filled, weight, dtype, out=with_room(out, whole + step), bias=bias)
+            return out
         if takes and agrees(whole):
             if rows == whole:
                 return vendor(x, weight, dtype, bias=bias)
