@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
+import os
+import signal
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -85,9 +90,20 @@ class GpuRanks:
                     if failure:
                         raise RuntimeError(f"rank {rank} of {self._size}: {failure}")
         except BaseException:
+            self._tell_stacks()
             self.end()
             raise
         return [found[rank] for rank in range(self._size)]
+
+    def _tell_stacks(self) -> None:
+        """Where each rank is, to stderr: what a test that took too long was waiting for."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        for rank in range(self._size):
+            if (path := _stacks(self._folder.name, rank)).exists():
+                print(f"rank {rank} of {self._size}:\n{path.read_text()}", file=sys.stderr)
 
     def end(self) -> None:
         for process in self._processes:
@@ -99,10 +115,16 @@ class GpuRanks:
 _standing: dict[int, GpuRanks] = {}  # by number
 
 
+def _stacks(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stacks.{rank}"
+
+
 def _serve(end: Connection, kind: str, address: str, rank: int, size: int) -> None:
     """Does what it is told, until this process is killed."""
     from rlloop.parallel.start import process_group
 
+    stacks = _stacks(str(Path(address.removeprefix("file://")).parent), rank).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)  # one rank alone, too
     group = process_group(device, address, rank, size)
