@@ -26,8 +26,9 @@ _differentiable: dict[Any, tuple[Any, Any, Any]] = {}  # operator -> its fake, b
 def operator(schema: str, fake: Any, backward: Any = None, setup: Any = None, *, kernel: str | None = None) -> Any:
     """The operator of a schema, which runs the kernel of its name, or `kernel`, of its tensors' device.
 
-    It is called as torch's is (`torch.ops.rlloop`), which dispatch modes see. `fake` makes results without values. `backward(ctx, *grads)` returns a gradient for each argument and
-    `setup(ctx, inputs, output)` keeps what it needs, as for `torch.library.register_autograd`.
+    `fake` makes results without values. `backward(ctx, *grads)` returns a gradient for each argument and
+    `setup(ctx, inputs, output)` keeps what it needs, as for `torch.library.register_autograd`. Dispatch modes see the
+    operator of `torch.ops.rlloop`.
     """
     name, _, arguments = schema.partition("(")
     _library.define(schema)
