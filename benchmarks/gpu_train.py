@@ -1,7 +1,7 @@
 """Tokens per second and peak memory of forward and backward on a GPU, bfloat16: the trainer beside PyTorch.
 
     python benchmarks/gpu_train.py [--cells '0.6B/*' '8B-8/short'] [--seconds 540] [--rounds 3] [--without padded]
-                                   [--apart] [--quick] [--list]
+                                   [--apart] [--quick] [--list] [--profile]
 
 Cells are `SHAPE/WORK`; without `--cells` those of 0.6B, of 8 layers of the 8B shape and of `moe`. Work: `short` 64
 sequences of 128 + 384 tokens, `long` 8 of 512 + 7,680, `ragged` 96 of 128 to 2,176, of which 64 are the prompt. All
@@ -22,6 +22,9 @@ not timed, since memory is handed back in between; else (or with `--apart`) they
 beside the others runs once more alone. Speeds are medians of the rounds, beside their least and most; tokens are those
 of the sequences, never padding; peak memory is that of tensors. Losses and gradients' norms are compared: a peer that
 is further off than `CLOSE` says so in its name. The roofline is three forwards at the peak rate.
+
+With `--profile` rlloop trains alone, nothing is recorded, and a batch's kernels and the host's operations are printed
+with their times: a GPU that works less than a batch takes waits for the host.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import cells
 import numpy as np
 from children import Child, Ended, Rounds, answer, in_turns
 from gpu_shapes import EVERY, SHAPES, bytes_of, make_folder
+from profiled import profiled
 from results_schema import Figure, device_name, need_gpus, report
 from roofline import device_rates, train_speed
 from train_peers import Peer, Row, timed
@@ -271,6 +275,27 @@ def measure(
     return all("rlloop" in each for each in found.values())
 
 
+def show_profiles(shape: str, works: Iterable[str]) -> None:
+    """Print where the time of rlloop's batches goes."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as place:
+        make_folder(shape, Path(place))
+        side = Ours(Path(place), "cuda" if cuda else "cpu", BUDGET if shape in SHAPES else TINY["budget"])
+        for work in works:
+            run = side.prepare(sequences(work))
+
+            def once(run: Run = run) -> None:
+                run()
+                side.drop_gradient()
+                if cuda:
+                    torch.cuda.synchronize()
+
+            once()
+            profiled(once, 1, f"{shape}/{work}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="nothing recorded")
@@ -278,6 +303,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--without", choices=list(PEERS), action="append", default=[], help="of the peers")
     parser.add_argument("--apart", action="store_true", help="one after the other, even if there is room for all")
+    parser.add_argument("--profile", action="store_true", help="print where the time of rlloop's batches goes")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     cells.add_arguments(parser)
     args = parser.parse_args()
@@ -293,6 +319,9 @@ def main() -> int:
         write = not (args.quick or args.tiny)
         report("gpu-train", figures, packages=("triton", "transformers"), part=True, write=write)
 
+    if args.tiny and args.profile:
+        show_profiles("tiny", ["tiny"])
+        return 0
     if args.tiny:
         return int(not measure("tiny", ["tiny"], names, args.rounds, not args.apart, record))
     picked = cells.chosen(CELLS, args.cells or USUAL)
@@ -304,6 +333,9 @@ def main() -> int:
     failed, room = [], torch.cuda.get_device_properties(0).total_memory
     begun = cells.within({cell: [cell] for cell in picked}, args.seconds)
     for shape, mine in itertools.groupby(begun, lambda cell: cell.split("/")[0]):
+        if args.profile:
+            show_profiles(shape, (cell.split("/")[1] for cell in mine))
+            continue
         turns = not args.apart and together(shape, len(names) - 1, room)
         if not measure(shape, (cell.split("/")[1] for cell in mine), names, args.rounds, turns, record):
             failed.append(shape)

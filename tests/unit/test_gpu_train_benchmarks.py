@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_pytorchs_flash_attention_is_called_by_transformers_interface(module, tm
     monkeypatch.setattr(peers, "flash_attention", flash)
     peer._use(peers.BUILT_IN, compiled=False)
     assert peer.forward_backward(parts)[0] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_batchs_time_is_told_by_operation():
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_train.py", "--tiny", "--profile"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert re.search(r"tiny/tiny: [\d,]+ us a step; the device works 0 us, in 0 kernels\n", said)
+    assert re.search(r"  host +[\d.]+ us +\d+\.0 x  linearBackward\n", said)
+
 
 
 @pytest.mark.slow
