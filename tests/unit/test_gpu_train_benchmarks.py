@@ -134,7 +134,6 @@ def test_a_batchs_time_is_told_by_operation():
     assert re.search(r"  host +[\d.]+ us +\d+\.0 x  linearBackward\n", said)
 
 
-
 @pytest.mark.slow
 def test_a_trainer_is_measured_beside_its_peers_on_a_cpu():
     command = [sys.executable, ROOT / "benchmarks" / "gpu_train.py", "--tiny", "--rounds", "1"]
