@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.nn import Parameter
 
 from rlloop.numerics.kernels import follow_registrations, kernel, kernel_for
@@ -27,8 +28,8 @@ def operator(schema: str, fake: Any, backward: Any = None, setup: Any = None, *,
     """The operator of a schema, which runs the kernel of its name, or `kernel`, of its tensors' device.
 
     `fake` makes results without values. `backward(ctx, *grads)` returns a gradient for each argument and
-    `setup(ctx, inputs, output)` keeps what it needs, as for `torch.library.register_autograd`. Dispatch modes see the
-    operator of `torch.ops.rlloop`.
+    `setup(ctx, inputs, output)` keeps what it needs, as for `torch.library.register_autograd`. Tracing, dispatch modes
+    and profilers see the operator of `torch.ops.rlloop`.
     """
     name, _, arguments = schema.partition("(")
     _library.define(schema)
@@ -60,7 +61,7 @@ def _direct(made: Any, name: str, count: int, backward: Any, setup: Any) -> Call
     function = _function(made.name().rpartition(":")[2], forward, backward) if backward is not None else None
 
     def call(*args: Any, **more: Any) -> Any:
-        if len(args) != count or more or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+        if len(args) != count or more or torch.compiler.is_compiling() or _watched():
             return made(*args, **more)
         needed = False
         for each in args:
@@ -73,6 +74,11 @@ def _direct(made: Any, name: str, count: int, backward: Any, setup: Any) -> Call
         return made(*args) if function is None else function(*args)
 
     return call
+
+
+def _watched() -> bool:
+    """True if a profiler or a dispatch mode is to see operators."""
+    return profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

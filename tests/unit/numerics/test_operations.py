@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rlloop.numerics.layout import AttentionLayout
+from rlloop.numerics.operators import linear, silu_mul
 from rlloop.numerics.ops import Ops, ops_for
 from rlloop.numerics.probe import probe, same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -157,3 +158,13 @@ def test_operators_are_opaque_and_well_formed():
     x, weight = randn(5, 8).requires_grad_(), randn(3, 8, seed=1).requires_grad_()
     torch.library.opcheck(torch.ops.rlloop.linear.default, (x, weight, None))
     torch.library.opcheck(torch.ops.rlloop.silu_mul.default, (x, x.detach().clone().requires_grad_()))
+
+
+def test_tracing_and_profilers_see_operators():
+    x, weight = randn(5, 8), randn(3, 8, seed=1).requires_grad_()
+    traced = torch.compile(lambda x, weight: linear(2 * x, weight, None), backend="eager", fullgraph=True)
+    assert same_bits(traced(x, weight), linear(2 * x, weight, None))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        linear(x, weight, None).sum().backward()
+        silu_mul(x, x)
+    assert {"rlloop::linear", "rlloop::product", "rlloop::silu_mul"} <= {each.key for each in profiler.key_averages()}
