@@ -173,7 +173,7 @@ def test_no_rows():
 
 def test_is_an_opaque_operation():
     args = (torch.zeros(4, 40), *names(4), *logprob.dense(mixed(4), 40, torch.arange(4)))
-    torch.library.opcheck(logprob._sample, args)
+    torch.library.opcheck(torch.ops.rlloop.sample.default, args)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -287,5 +287,6 @@ def test_is_an_opaque_operation():
     hidden, weight = head(6, 40)
     targets = torch.arange(6)
     args = (hidden.requires_grad_(), weight.requires_grad_(), targets, *logprob.dense(mixed(6), 40, targets))
-    torch.library.opcheck(logprob._token_logprob, (*args, None, None, False, *[None] * 4))
-    torch.library.opcheck(logprob._token_logprob, (*args, torch.arange(6), torch.arange(6), True, *[None] * 4))
+    scored = torch.ops.rlloop.token_logprob.default
+    torch.library.opcheck(scored, (*args, None, None, False, *[None] * 4))
+    torch.library.opcheck(scored, (*args, torch.arange(6), torch.arange(6), True, *[None] * 4))
