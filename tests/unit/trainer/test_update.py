@@ -447,6 +447,20 @@ def test_gradients_of_logits_are_kept_for_losses_of_logprobs_alone(
     assert (True in asked) == kept
 
 
+def test_a_backward_is_on_the_callers_thread_and_others_are_as_before(folder: Path) -> None:
+    """A GPU's; a CPU's is everywhere."""
+    threaded, trainer = torch._C._is_multithreading_enabled, make_trainer(folder)
+
+    def loss(batch: LossBatch) -> LossOutput:
+        assert not threaded()
+        raise ArithmeticError
+
+    assert threaded()
+    with pytest.raises(ArithmeticError):
+        trainer.forward_backward(make_batch(), loss)
+    assert threaded()
+
+
 def test_what_others_differentiate_through_the_model_is_not_in_the_update(folder: Path) -> None:
     clean, touched = make_trainer(folder), make_trainer(folder)
     for parameter in touched.model.parameters():
