@@ -222,7 +222,9 @@ class RecurrentState:
 
     store: torch.Tensor  # [R, ...] float32
     rows: torch.Tensor  # [S] int64, distinct
-    settled: bool = False  # the device's last launch wrote to neither, nor to the layout: the next may read them early
+    # The device's last launches, from the last one that was no norm on, wrote to neither, nor to the layout: the next
+    # may read them early.
+    settled: bool = False
 
 
 @dataclass(frozen=True)

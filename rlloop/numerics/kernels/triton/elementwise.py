@@ -29,7 +29,8 @@ def _rms_norm(
     EARLY: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """`RANKS`: of the meeting before x is read; 0: none. AHEAD: no predecessor has written the weight. NARROW: what
-    comes next is launched as early as this is, and fetches its weights beside what comes before."""
+    comes next is launched as early as this is, and fetches its weights beside what comes before: what it reads before
+    its `gdc_wait` must be there since before that, too."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     if RANKS > 0:
