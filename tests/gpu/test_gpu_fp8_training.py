@@ -124,6 +124,15 @@ def test_gradients_are_straight_through(dtype):
         assert (ours - plain).float().norm() < 0.1 * plain.float().norm()
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_experts_that_no_token_goes_to_take_part_in_the_backward(dtype):
+    up, down = Fp8Weight.of(randn(4, 144, 200, seed=0), 72, dtype), Fp8Weight.of(randn(4, 200, 72, seed=1), 200, dtype)
+    x = torch.zeros(0, 200, dtype=dtype, device="cuda", requires_grad=True)
+    out = OPS.experts(x, up, down, torch.zeros(0, 2, dtype=torch.int64, device="cuda"))
+    assert out.shape == (0, 2, 200)
+    assert torch.autograd.grad(out, x, torch.ones_like(out))[0].shape == x.shape
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_have_the_same_bits_through_updates(tmp_path, family, dtype):

@@ -314,3 +314,12 @@ def test_gradients_are_the_reference_in_float64_and_repeat_themselves(name):
         assert theirs.abs().max() > 1e-3
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=5e-4, atol=5e-4)
     assert all(same_bits(a, b) for a, b in zip(mine, gradients(OURS, torch.float32), strict=True))
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_products_by_head_of_no_token_take_part_in_the_backward(by_row):
+    x, weight = randn(0, 3, 24).requires_grad_(), randn(3, 24, 24, seed=1).requires_grad_()
+    out = OURS.head_linear(x, weight, by_row)
+    of_x, of_weight = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+    assert of_x.shape == x.shape
+    assert not of_weight.any()

@@ -288,7 +288,7 @@ class Kernels(Protocol):
 
     @property
     def gated_experts(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
-        """`Ops.experts(x, up, down, chosen)` of gated experts, differentiable."""
+        """`Ops.experts(x, up, down, chosen)` of gated experts, differentiable, even of no rows."""
         ...
 
     @property
@@ -298,7 +298,7 @@ class Kernels(Protocol):
 
     @property
     def head_linear(self) -> Callable[[Tensor, Tensor, bool], Tensor] | None:
-        """`Ops.head_linear(x, weight, by_row)`, differentiable."""
+        """`Ops.head_linear(x, weight, by_row)`, differentiable, even of no rows."""
         ...
 
     # Recurrence ----------------------------------------------------------------------------------------------------

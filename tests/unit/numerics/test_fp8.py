@@ -140,6 +140,21 @@ def test_experts_gradients_are_those_of_the_dequantised_weights():
     assert not made[0][1][4].any()  # nobody's expert
 
 
+def test_experts_without_rows_on_a_gpu_have_gradients(monkeypatch):
+    """Else a rank whose experts get no row would end its backward before the exchange that the others wait in."""
+    pytest.importorskip("triton", reason="the module has Triton's kernels")
+    from rlloop.numerics.kernels.triton import experts, sorting
+
+    groups = sorting.Groups(torch.zeros(5, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int32), sorting.FLOAT32[0])
+    monkeypatch.setattr(sorting, "sorted_by_group", lambda chosen, count, dtype: (chosen.int(), groups))
+    weights = [Fp8Weight.of(randn(4, *shape), span, torch.float32) for *shape, span in ((48, 40, 24), (40, 24, 40))]
+    x = torch.zeros(0, 40, requires_grad=True)
+    made = experts.fp8_gated_experts(x, *weights, torch.zeros(0, 2, dtype=torch.int64))
+    assert made.shape == (0, 2, 40)
+    (gradient,) = torch.autograd.grad(made, x, torch.ones_like(made))
+    assert gradient.shape == x.shape
+
+
 def test_writing_quantises_in_place_and_copies_are_apart():
     parameter = torch.nn.Parameter(Fp8Weight.of(randn(130, 140), 130, torch.bfloat16))
     memory = parameter.codes.data_ptr()

@@ -14,6 +14,7 @@ CASES = {
     "logits": ["tests/support/emulated_logits.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
+    "ranks without tokens": ["tests/support/emulated_ranks.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],
     "operations": ["tests/unit/numerics/test_vision_operations.py"],
     "gradients of attention": ["tests/unit/numerics/test_attention_gradients.py"],

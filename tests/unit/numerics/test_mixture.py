@@ -224,6 +224,29 @@ def test_products_by_head_are_linears(by_row: bool) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
+def on_cpu(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    return OURS.head_linear(x, weight, by_row)
+
+
+def on_gpu(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    pytest.importorskip("triton", reason="the module has Triton's kernels")
+    from rlloop.numerics.kernels.triton.experts import head_linear  # of no rows it launches nothing
+
+    return head_linear(x, weight, by_row)
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("head_linear", [on_cpu, on_gpu])
+def test_products_by_head_of_no_token_have_gradients(head_linear, by_row: bool) -> None:
+    """Else a rank without tokens would end its backward before the exchanges that the others wait in."""
+    x, weight = draw(0, 3, 24).requires_grad_(), draw(3, *((40, 24) if by_row else (24, 40))).requires_grad_()
+    made = head_linear(x, weight, by_row)
+    assert made.shape == (0, 3, 40)
+    of_x, of_weight = torch.autograd.grad(made, (x, weight), torch.ones_like(made))
+    assert of_x.shape == x.shape
+    assert same_bits(of_weight, torch.zeros_like(weight))
+
+
 # ----------------------------------------------------------------------------------------------------------- combine
 
 

@@ -2,6 +2,8 @@
 
 Rows are found through the sorted choices instead of being moved, and the activation is made where its two sums are. A
 forward that will be differentiated keeps the gates and ups, and has the same bits.
+
+Products of no rows are differentiable, too: a rank without tokens takes part in the exchanges of its backward.
 """
 
 from __future__ import annotations
@@ -126,8 +128,6 @@ class _Fp8Experts(_Experts):
 
 
 def fp8_gated_experts(x: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tensor) -> Tensor:
-    if chosen.numel() == 0:
-        return x.new_empty(*chosen.shape, down.shape[1])
     return _Fp8Experts.apply(x, gate_up, down, chosen)
 
 
@@ -152,6 +152,8 @@ class _HeadLinear(torch.autograd.Function):
 
 def _by_head(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
     tokens, heads, _ = x.shape
+    if tokens == 0:
+        return x.new_empty(0, heads, weight.shape[1 if by_row else 2])
     offsets = torch.arange(heads + 1, device=x.device) * tokens
     groups = sorting.groups_of(offsets, tokens * heads, x.dtype)
     rows = x.transpose(0, 1).flatten(0, 1)
@@ -160,6 +162,4 @@ def _by_head(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
 
 
 def head_linear(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-    if len(x) == 0:
-        return x.new_empty(0, x.shape[1], weight.shape[1 if by_row else 2])
     return _HeadLinear.apply(x, weight, by_row)
