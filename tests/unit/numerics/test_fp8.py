@@ -147,7 +147,7 @@ def test_experts_without_rows_on_a_gpu_have_gradients(monkeypatch):
 
     groups = sorting.Groups(torch.zeros(5, dtype=torch.int64), torch.empty(0, 2, dtype=torch.int32), sorting.FLOAT32[0])
     monkeypatch.setattr(sorting, "sorted_by_group", lambda chosen, count, dtype: (chosen.int(), groups))
-    weights = [Fp8Weight.of(randn(4, *shape), span, torch.float32) for *shape, span in ((48, 40, 24), (40, 24, 40))]
+    weights = Fp8Weight.of(randn(4, 48, 40), 24, torch.float32), Fp8Weight.of(randn(4, 40, 24), 40, torch.float32)
     x = torch.zeros(0, 40, requires_grad=True)
     made = experts.fp8_gated_experts(x, *weights, torch.zeros(0, 2, dtype=torch.int64))
     assert made.shape == (0, 2, 40)
