@@ -131,7 +131,7 @@ def test_a_batchs_time_is_told_by_operation():
     command = [sys.executable, ROOT / "benchmarks" / "gpu_train.py", "--tiny", "--profile"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert re.search(r"tiny/tiny: [\d,]+ us a step; the device works 0 us, in 0 kernels\n", said)
-    assert re.search(r"  host +[\d.]+ us +\d+\.0 x  linearBackward\n", said)
+    assert re.search(r"  host +[\d.]+ us +\d+\.0 x  rlloop::token_logprob_backward\n", said)
 
 
 @pytest.mark.slow
