@@ -85,6 +85,7 @@ class Core:
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="api")
         self.loop: asyncio.AbstractEventLoop | None = None  # set when the server runs
         self.refused = 0  # requests answered 429
+        self.restoring: dict[str, asyncio.Task[Any]] = {}  # by sequence of before the restart: the service learns of it
         self._tasks = set[asyncio.Task[Any]]()
 
     def admit(self, client: str, nbytes: int, *, urgent: bool = False) -> None:

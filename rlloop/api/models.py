@@ -17,6 +17,7 @@ from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, s
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
 from rlloop.api.log import Checked, Command, CommandLog, Result, Weights, sync
+from rlloop.api.wire import sequences_named
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.runs.journal import decoded
 from rlloop.training.types import CHECKED, DIFFERENT, SaveWeightsResponse
@@ -199,6 +200,8 @@ class Trained:
             if self.failed is not None:
                 self._settle(command, future, failed(f"{self.model_id} cannot be used: {self.failed}", "user"), None)
                 continue
+            if command.kind == "forward_backward" and command.seq_id not in self._compared:
+                await self._restored_sequences(command)
             small = len(command.body) < SMALL  # a thread would cost more than the work
             if small:
                 call = self._begin(command, known)
@@ -212,6 +215,14 @@ class Trained:
             else:
                 settle = partial(self._settle, command, future, call=call)
                 self.core.when_done(call.future, call.encode, settle, small=small)
+
+    async def _restored_sequences(self, command: Command) -> None:
+        """After a restart, wait until the service knows the sequences of before that the command's datums name. They
+        were sampled from weights of earlier commands, which do not wait for this one."""
+        if restoring := self.core.restoring:
+            with suppress(ConfigError):  # `_begin` says what is wrong
+                if tasks := {restoring[name] for name in sequences_named(command.body) if name in restoring}:
+                    await asyncio.wait(tasks)
 
     def _begin(self, command: Command, known: Result | None) -> Call | Outcome:
         """Decode the command and call the service. `known`: how it failed when it came first."""

@@ -193,7 +193,10 @@ class Samples:
             self.core.futures.resolve(future, Outcome(known.body, media, known.failed))
             session.note(request_id, body.seq_id)
             if not known.failed:
-                self.core.task(self._know_again(session, body, request_id, known))
+                task = self.core.task(self._know_again(session, body, request_id, known))
+                for name in sequence_ids(request_id, body.num_samples):
+                    self.core.restoring[name] = task
+                    task.add_done_callback(lambda _, name=name: self.core.restoring.pop(name))
         return len(replay.commands)
 
     async def _know_again(

@@ -85,6 +85,12 @@ def decode_forward_backward(
     return ForwardBackward(request.model_id, request.seq_id, data, request.loss_fn, config, request.forward_only)
 
 
+def sequences_named(body: bytes) -> set[str]:
+    """The sampled sequences that the datums of a ForwardBackwardRequest name. Raises `ConfigError`."""
+    spans = (span for datum in _parsed(body).data for span in (*datum.model_input_spans, *datum.loss_fn_input_spans))
+    return {getattr(span, _kind(span)).sequence_id for span in spans}
+
+
 def _parsed(body: bytes) -> Any:
     try:
         return _Request.FromString(body)

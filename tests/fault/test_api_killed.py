@@ -49,6 +49,7 @@ def train(api, base_model, prompt):
         update = api.command_("optim_step", adam_params={"learning_rate": 0.01})
         results = [output(api.result(request_id)) for request_id in sent]
         metrics = api.result(update)
+        assert not any(isinstance(each, dict) for each in results), results
         seen.append((completions, [result.SerializeToString(deterministic=True) for result in results], metrics))
     last = output(api.result(api.forward_backward_([[5, 9, 14, 3, 7, 8]]).json()["request_id"]))
     return seen, last.SerializeToString(deterministic=True)
@@ -60,8 +61,10 @@ def test_a_killed_server_goes_on_as_if_it_had_not_been(model, kind, tmp_path):
         api, found, done = Patient(server.url), [], threading.Event()
 
         def run():
-            found.append(train(api, "tiny", PROMPTS[kind]))
-            done.set()
+            try:
+                found.append(train(api, "tiny", PROMPTS[kind]))
+            finally:
+                done.set()
 
         client = threading.Thread(target=run)
         client.start()
