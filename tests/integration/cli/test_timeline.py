@@ -75,14 +75,14 @@ def test_under_ray_rank_0s_operations_stand_beside_the_loops_phases(tmp_path):
 def test_under_ray_an_interrupted_run_has_its_trace_and_goes_on(tmp_path):
     pytest.importorskip("ray")
     run = tmp_path / "run"
-    with held(run, 3):  # within the third step
+    with held(run, 3):  # within the third step, or just before it
         process = train(run, SMALL, "profile=true", *RANKS)
         until(lambda: steps(run) == 3, process)
         process.signal(signal.SIGINT)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     found = traced(run)
-    assert found["rlloop: update"] == 2
+    assert found["rlloop: update"] == steps(run) - 2 > 0  # those after step 0 and the first
     assert found["rlloop::attention_backward"] > 0
     process = train(run, SMALL)
     output, _ = process.communicate(timeout=240)
