@@ -75,8 +75,10 @@ def check_layout(layout: Layout, args: argparse.Namespace) -> None:
         rule = f"there are {layout.world_size} ranks, more than this machine's GPUs ({have})"
     else:
         return
-    degrees = (range(1, layout.pp + 1), range(1, min(layout.tp, fewest_heads(config)) + 1), range(1, layout.ep + 1))
-    smaller = (Layout(pp=pp, tp=tp, ep=ep) for pp, tp, ep in itertools.product(*degrees) if tp % ep == 0)
+    heads = fewest_heads(config)  # the most ranks of tp, and so of ep
+    most = min(layout.pp, config.num_layers), min(layout.tp, heads), min(layout.ep, heads)
+    degrees = itertools.product(*(range(1, each + 1) for each in most))
+    smaller = (Layout(pp=pp, tp=tp, ep=ep) for pp, tp, ep in degrees if tp % ep == 0)
     fitting = (each for each in smaller if each.world_size <= have and find(each) is None)
     best = keys_of(max(fitting, key=lambda each: (each.world_size, each.ep, each.tp), default=Layout()))
     raise ConfigError(

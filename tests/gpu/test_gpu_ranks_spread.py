@@ -99,7 +99,10 @@ def test_gpus_without_an_expert_draw_the_tokens_of_one(size: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", FEW)
 def test_updates_of_gpus_without_an_expert_repeat(size: int) -> None:
-    """They need not have one GPU's bytes: under tp cuBLAS sums a part of a gradient's columns as it likes."""
+    """Under tp cuBLAS sums a part of a gradient's columns as it likes: over two GPUs these have one GPU's bytes, which
+    more need not have."""
     need_gpus(size)
     first, *others = [each for _ in range(2) for each in run_ranks(size, few_trained, FEW[size], kind="cuda")]
     assert all(each == first for each in others)
+    if size == 2:
+        assert run_ranks(1, few_trained, [{}], kind="cuda") == [first]
