@@ -108,7 +108,7 @@ def kernel(device_type: str, name: str) -> Callable[..., Any]:
 
     def first(*args: Any) -> Any:
         nonlocal function
-        function = getattr(_load(device_type), name, None) or functools.partial(_missing, device_type, name)
+        function = kernel_for(torch.device(device_type), name)
         return function(*args)
 
     function: Callable[..., Any] = first

@@ -40,13 +40,13 @@ def operator(schema: str, fake: Any, backward: Any = None, setup: Any = None, *,
     made = getattr(torch.ops.rlloop, name).default
     if backward is not None:
         torch.library.register_autograd(f"rlloop::{name}", backward, setup_context=setup, lib=_library)
-    if not arguments.startswith("Tensor ") or "!" in arguments:
-        return made
-    count = arguments.rpartition("->")[0].count(",") + 1
-    short = _direct(made, kernel or name, count, backward, setup)
+    called = made
+    if arguments.startswith("Tensor ") and "!" not in arguments:
+        count = arguments.rpartition("->")[0].count(",") + 1
+        called = _direct(made, kernel or name, count, backward, setup)
     if backward is not None:
-        _differentiable[short] = fake, backward, setup
-    return short
+        _differentiable[called] = fake, backward, setup
+    return called
 
 
 def _direct(made: Any, name: str, count: int, backward: Any, setup: Any) -> Callable[..., Any]:
