@@ -19,6 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {"dense": {}, "experts": TEN_EXPERTS}
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2}],
     4: [{"tp": 4}, {"tp": 4, "ep": 4}, {"pp": 2, "tp": 2}],
+    8: [{"tp": 8}, {"tp": 8, "ep": 8}, {"pp": 2, "tp": 4}],
 }
 
 

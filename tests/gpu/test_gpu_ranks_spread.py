@@ -1,4 +1,4 @@
-"""Experts and layers over 2 and 4 GPUs: the bits of one, with CUDA graphs and NCCL."""
+"""Experts and layers over 2, 4 and 8 GPUs: the bits of one, with CUDA graphs and NCCL."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.support.traffic import bits, traffic
 SAMPLED: dict[int, list[dict[str, int]]] = {
     2: [{"pp": 2}, {"tp": 2, "ep": 2}],
     4: [{"tp": 4, "ep": 4}, {"pp": 2, "tp": 2}, {"tp": 4, "ep": 2}],
+    8: [{"tp": 8}, {"tp": 8, "ep": 8}, {"pp": 2, "tp": 4}],  # ten experts over eight
 }
 TRAINED: dict[int, dict[str, list[dict[str, int]]]] = {
     2: {"dense bfloat16": [{"pp": 2}], "experts bfloat16": [{"dp_shard": 2, "ep": 2}, {"pp": 2}]},
@@ -28,9 +29,12 @@ TRAINED: dict[int, dict[str, list[dict[str, int]]]] = {
         "dense bfloat16": [{"pp": 2, "dp_shard": 2}],
         "experts bfloat16": [{"dp_shard": 4, "ep": 4}, {"dp_shard": 4, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}],
     },
+    8: {
+        "dense bfloat16": [{"pp": 2, "dp_shard": 4}],
+        "ten experts": [{"dp_shard": 8, "ep": 8}, {"pp": 2, "dp_shard": 4, "ep": 4}],
+    },
 }
-
-
+EVERY = {**CASES, "ten experts": Case({**MIXTURE, "n_routed_experts": 10}, "bfloat16", {"balance_coef": 0.1})}
 FEW: dict[int, list[dict[str, int]]] = {2: [{"tp": 2}], 4: [{"tp": 4}]}  # GPUs have no expert, or one
 SPARSE = {"num_experts": 1, "num_experts_per_tok": 1}
 
@@ -64,8 +68,8 @@ def trained(folder: Path, cases: dict[str, list[dict[str, int]]]) -> list[Any]:
     found = []
     for case, layouts in cases.items():
         for layout in layouts:
-            trainer = ranked(CASES[case], layout, f"cuda:{torch.cuda.current_device()}")
-            reported = digests_of(go(trainer, CASES[case], range(3)))
+            trainer = ranked(EVERY[case], layout, f"cuda:{torch.cuda.current_device()}")
+            reported = digests_of(go(trainer, EVERY[case], range(3)))
             found.append((reported, save(trainer, folder / f"{case} {layout}")))
     return found
 

@@ -31,6 +31,10 @@ LAYOUTS: dict[int, dict[str, list[dict[str, int]]]] = {
         "dense": [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}],
         "mixture": [{"dp_shard": 4, "ep": 4}, {"pp": 2, "dp_shard": 2, "ep": 2}],
     },
+    8: {
+        "dense": [{"dp_shard": 8}, {"dp_shard": 2, "tp": 4}],
+        "mixture": [{"dp_shard": 8, "ep": 8}, {"pp": 2, "dp_shard": 4, "ep": 4}],
+    },
 }
 
 

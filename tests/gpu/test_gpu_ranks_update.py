@@ -40,6 +40,7 @@ LAYOUTS = {  # layers: with trainer.shard=parameters
     2: [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "layers": 1}],
     3: [{"dp_shard": 3}, {"dp_shard": 3, "layers": 1}],
     4: [{"dp_shard": 4}, {"dp_shard": 2, "dp_replicate": 2, "layers": 1}],
+    8: [{"dp_shard": 8}, {"dp_shard": 4, "dp_replicate": 2, "layers": 1}],
 }
 
 
@@ -62,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_gpus_have_the_bytes_of_one(alone: dict[str, Any], tmp_path: Path, size: int) -> None:
     need_gpus(size)
     for rank, found in enumerate(run_ranks(size, trained, tmp_path, size, kind="cuda")):

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu_shapes import random_model
 from rlloop.models import Model, new_model
+from tests.support.ranks import RANKS_PER_GPU
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,8 +34,8 @@ TEN_EXPERTS = {
 
 
 def need_gpus(count: int) -> None:
-    """Skip the test on a machine with fewer."""
-    if torch.cuda.device_count() < count:
+    """Skip the test on a machine with fewer, or with fewer ranks (`RANKS_PER_GPU`)."""
+    if torch.cuda.device_count() * RANKS_PER_GPU < count:
         pytest.skip(f"{count} GPUs are needed, and there are {torch.cuda.device_count()}")
 
 

@@ -23,12 +23,15 @@ import torch.distributed as dist
 
 from tests.support.command import forks
 
+RANKS_PER_GPU = int(os.environ.get("RANKS_PER_GPU", "1"))  # above 1 with NCCL 2.31 or newer
+
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, kind: str = "cpu") -> list[Any]:
     """`function(*args)` in `size` processes of one process group; their results, in order of rank.
 
-    `kind` cuda: each has a GPU of its own, the current one, and NCCL. These processes and their process group stay for
-    the next call.
+    `kind` cuda: each has a GPU of its own, the current one, and NCCL; where there are fewer GPUs they share them, and
+    more than `RANKS_PER_GPU` times as many must not be asked for. These processes and their process group stay for the
+    next call.
 
     `function` must be importable: a module's own.
     """
@@ -126,7 +129,10 @@ def _serve(end: Connection, kind: str, address: str, rank: int, size: int) -> No
     stacks = _stacks(str(Path(address.removeprefix("file://")).parent), rank).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)  # one rank alone, too
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", str(int(RANKS_PER_GPU > 1)))
+    device = torch.device(kind)
+    if kind == "cuda":  # one rank alone, too
+        device = torch.device(kind, rank % torch.cuda.device_count())
     group = process_group(device, address, rank, size)
     group.__enter__()  # never left: NCCL would wait for whatever still refers to it
     while True:
