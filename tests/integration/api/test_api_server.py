@@ -1,5 +1,6 @@
 """The training API's server over HTTP, on a service without a model: order, repetition, limits, keys, restarts."""
 
+import asyncio
 import re
 import secrets
 import threading
@@ -12,6 +13,7 @@ import zstandard
 
 from rlloop.api.keys import Client, Keys, Quota
 from rlloop.api.log import Command, CommandLog, Committer, Weights, read_segment
+from rlloop.api.sampling import Samples
 from rlloop.errors import ConfigError
 from rlloop.web.server import Listen
 from tests.support.api_client import PROTOBUF, Api, datums, output, sampled
@@ -601,6 +603,28 @@ def test_a_call_whose_tokens_were_compared_is_replayed_without_the_sequences(tmp
         again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
         again.forward_backward([[1, 2, 3]])
         assert fake.weights == weights
+
+
+def test_a_call_after_a_restart_waits_for_the_sequences_that_it_names(tmp_path, monkeypatch):
+    with serving(tmp_path) as (server, _):
+        api = Api(server.url).start()
+        asked = api.sample_(api.sampler(0), 0, [1, 2])
+        api.result(asked["request_id"])
+    may, restore = threading.Event(), Samples._know_again
+
+    async def late(*arguments):
+        while not may.is_set():
+            await asyncio.sleep(0.01)
+        await restore(*arguments)
+
+    monkeypatch.setattr(Samples, "_know_again", late)
+    with serving(tmp_path) as (server, _):
+        again = Api(server.url)
+        again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
+        done = again.forward_backward_([[1, 2, 3]], names=asked["sample_sequence_ids"]).json()["request_id"]
+        assert again.post("retrieve_future", request_id=done).status_code == 408
+        may.set()
+        assert output(again.result(done)).metrics["parity/tokens_checked:sum"] == 1.0
 
 
 def test_ended_sessions_and_dropped_models_stay_ended(tmp_path):
