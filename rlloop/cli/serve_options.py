@@ -125,6 +125,10 @@ def _engine_options(options: argparse.ArgumentParser) -> None:
         "and the experts, or ep=N of them the experts; pp=N share the layers",
     )  # fmt: skip
     options.add_argument(
+        "--rank-timeout", type=float, default=600.0, metavar="SECONDS",
+        help="with --layout: end the server, and name the rank, when one makes no progress for so long; default: 600",
+    )  # fmt: skip
+    options.add_argument(
         "--lora-rank", type=int, default=0, metavar="R",
         help="follow an adapter of this rank, the trainer's model.lora.rank, over MODEL as it is; 0: whole weights",
     )  # fmt: skip

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 AXES = {"tp": "each product", "ep": "the experts", "pp": "the layers"}  # what N ranks share
 GRACE = 3.0  # seconds after a rank has ended in which the first may end by itself
+LOOK = 0.5  # seconds from one look at the ranks to the next
+STARTING = 600.0  # seconds without progress that a rank may take while they start
 SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "adapter_slots", "adapter_rank")
 
 
@@ -89,8 +91,10 @@ def check_layout(layout: Layout, args: argparse.Namespace) -> None:
 @contextmanager
 def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engine, Model]]:
     """(engine, the weights that follow a store) over the layout's processes, of which this is the first. If another one
-    ends, this one says which and ends, too."""
+    ends, or makes no progress for `args.rank_timeout` seconds, this one says which and ends, too."""
     from rlloop.models import load_model
+    from rlloop.parallel.progress import Watch, reported, rest, rests
+    from rlloop.parallel.start import host_store
     from rlloop.rollout.engine.leader import LeadingEngine
 
     with ExitStack() as stack:
@@ -98,23 +102,39 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
         stack.callback(signal.signal, signal.SIGTERM, before)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-ranks-"))
         address = f"file://{Path(folder) / 'meeting'}"
+        store = host_store("127.0.0.1")
+        reports = f"tcp://127.0.0.1:{store.port}"
         others: list[SpawnProcess] = []
         for rank in range(1, layout.world_size):
             process = multiprocessing.get_context("spawn").Process(
-                target=_follow, args=(args, layout, address, rank), name=f"rank {rank}", daemon=True
+                target=_follow, args=(args, layout, address, reports, rank), name=f"rank {rank}", daemon=True
             )
             process.start()
             others.append(process)
             stack.callback(process.kill)
             stack.callback(process.join, 30)
+        engines: list[Engine] = []
         closing = threading.Event()
-        threading.Thread(target=_end_with_any, args=(others, closing, folder), name="ranks", daemon=True).start()
+        watch = Watch(store, layout.world_size, "--rank-timeout")
+
+        def stalled() -> str:
+            if engines and not engines[0].has_work and rests():
+                watch.reset()
+                return ""
+            watch.look()
+            found = watch.stalled(args.rank_timeout if engines else max(STARTING, args.rank_timeout))
+            return "" if found is None else f"rank {found[0]} of {watch.size}: {found[1]}"
+
+        stack.enter_context(reported(store, 0))
+        threading.Thread(target=_look_after, args=(others, closing, folder, stalled), name="ranks", daemon=True).start()
         try:
             make = stack.enter_context(_rank(args, layout, address, 0))
             # What a store's versions are written into.
             whole = None if args.store is None else load_model(args.model, dtype=args.dtype)
             engine = make(partial(LeadingEngine, weights=whole))
             stack.callback(_close, engine, others)
+            rest()
+            engines.append(engine)
             yield engine, whole or engine.model
         finally:
             closing.set()
@@ -141,12 +161,14 @@ def _lost(others: list[SpawnProcess]) -> str:
     return f"{gone.name} of {len(others) + 1} ended {how}, and with it this engine"
 
 
-def _end_with_any(others: list[SpawnProcess], closing: threading.Event, folder: str) -> None:
-    """End this process if another rank ends before it: it may wait for that one in a copy."""
-    wait([each.sentinel for each in others])
-    if closing.wait(GRACE):  # it ends by itself, perhaps with the same error
+def _look_after(others: list[SpawnProcess], closing: threading.Event, folder: str, stalled: Callable[[], str]) -> None:
+    """End this process if another rank ends before it, or `stalled` names one: it may wait for that one in a copy."""
+    said = ""
+    while not (said or wait([each.sentinel for each in others], LOOK)):
+        said = stalled()
+    if not said and closing.wait(GRACE):  # it ends by itself, perhaps with the same error
         return
-    print(f"rlloop: {_lost(others)}", file=sys.stderr, flush=True)
+    print(f"rlloop: {said or _lost(others)}", file=sys.stderr, flush=True)
     for each in others:
         each.kill()
     shutil.rmtree(folder, ignore_errors=True)
@@ -179,12 +201,14 @@ def _rank(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> 
         yield lambda kind: kind(model, **settings_of(args))
 
 
-def _follow(args: argparse.Namespace, layout: Layout, address: str, rank: int) -> None:
+def _follow(args: argparse.Namespace, layout: Layout, address: str, reports: str, rank: int) -> None:
+    from rlloop.parallel.progress import reported
+    from rlloop.parallel.start import meet
     from rlloop.rollout import Engine
     from rlloop.rollout.engine.leader import follow
 
     threading.Thread(target=_end_with_first, name="first rank", daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # the first rank ends the others, after its server
         signal.signal(number, signal.SIG_IGN)
-    with _rank(args, layout, address, rank) as make:
+    with reported(meet(reports), rank), _rank(args, layout, address, rank) as make:
         follow(make(Engine))

@@ -51,6 +51,11 @@ def rest() -> None:
     _Here.doing = IDLE
 
 
+def rests() -> bool:
+    """True if this process reports its rank as idle."""
+    return _Here.doing == IDLE
+
+
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """Report the rank's activity within the context, for a watcher's message; counts as progress at both ends."""
@@ -114,8 +119,9 @@ class _Seen:
 class Watch:
     """Reads the progress of `size` ranks. Times are this process's, so clocks of machines need not agree."""
 
-    def __init__(self, store: Store, size: int) -> None:
-        self._store, self.size = store, size
+    def __init__(self, store: Store, size: int, setting: str = "ray.rank_timeout") -> None:
+        """`setting`: what the user sets the time to that `stalled` takes."""
+        self._store, self.size, self._setting = store, size, setting
         self._seen = [_Seen() for _ in range(size)]
         self.reset()
 
@@ -161,7 +167,7 @@ class Watch:
             key=lambda each: (not self._absent(each), each not in silent, self._seen[each].report[1]),
         )
         states = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
-        limit = f"{timeout:g} s (ray.rank_timeout)"
+        limit = f"{timeout:g} s ({self._setting})"
         why = f"no progress for {limit}"
         if self._absent(rank):
             why = f"no report within {limit}: not started, or ended at once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rlloop import Engine, SamplingParams, load_adapter
 from rlloop.cli import serve
 from rlloop.cli.main import main
 from rlloop.cli.serve_ranks import check_layout, layout_of
-from rlloop.errors import ConfigError
+from rlloop.errors import ConfigError, RlloopError
 from rlloop.models import load_model, weights
 from rlloop.parallel.layout import Layout
 from rlloop.rollout.engine.leader import LeadingEngine
@@ -113,6 +114,29 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, first: bool) -> N
         said, _ = server.process.communicate(timeout=60)
         assert server.process.returncode == (-signal.SIGKILL if first else 1)
         assert first or "rlloop: rank 1 of 2 ended by signal 9, and with it this engine" in said
+        until(lambda: not Path(f"/proc/{rank}").exists())
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    """An idle engine does not: its ranks have nothing to do."""
+    make_model(tmp_path)
+    options = ["--model", "model", "--layout", "tp=2", "--threads", "1", "--rank-timeout", "8"]
+    server = Server(tmp_path, "engine", *options)
+    try:
+        with RemoteEngine(server.url, token=TOKEN) as remote:
+            made = bits(remote.generate(PROMPTS, SAMPLING))
+            time.sleep(9)
+            assert bits(remote.generate(PROMPTS, SAMPLING)) == made
+            [rank] = spawned_by(server.process.pid)
+            os.kill(rank, signal.SIGSTOP)
+            with pytest.raises(RlloopError):
+                remote.generate(PROMPTS, SAMPLING)
+        said, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == 1
+        assert "rlloop: rank 1 of 2: no progress for 8 s (--rank-timeout). Of all ranks: rank 0 waits in" in said
         until(lambda: not Path(f"/proc/{rank}").exists())
     finally:
         server.kill()
