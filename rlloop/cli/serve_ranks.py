@@ -113,16 +113,15 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
             others.append(process)
             stack.callback(process.kill)
             stack.callback(process.join, 30)
-        engines: list[Engine] = []
-        closing = threading.Event()
+        closing, serves = threading.Event(), threading.Event()
         watch = Watch(store, layout.world_size, "--rank-timeout")
 
         def stalled() -> str:
-            if engines and not engines[0].has_work and rests():
+            if serves.is_set() and rests():
                 watch.reset()
                 return ""
             watch.look()
-            found = watch.stalled(args.rank_timeout if engines else max(STARTING, args.rank_timeout))
+            found = watch.stalled(args.rank_timeout if serves.is_set() else max(STARTING, args.rank_timeout))
             return "" if found is None else f"rank {found[0]} of {watch.size}: {found[1]}"
 
         stack.enter_context(reported(store, 0))
@@ -134,7 +133,7 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
             engine = make(partial(LeadingEngine, weights=whole))
             stack.callback(_close, engine, others)
             rest()
-            engines.append(engine)
+            serves.set()
             yield engine, whole or engine.model
         finally:
             closing.set()

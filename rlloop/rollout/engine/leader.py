@@ -15,6 +15,7 @@ from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.interrupts import held_back
+from rlloop.parallel.progress import doing
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, ModelInput, PromptScores, SamplingParams
 
@@ -63,8 +64,9 @@ class LeadingEngine(Engine):
         return super().abort_all()
 
     def step(self) -> list[tuple[int, Completion]]:
-        self._send("step")
-        return super().step()
+        with doing("computes"):  # between steps it may be paused for as long as its caller likes
+            self._send("step")
+            return super().step()
 
     def prepare(self, requests: int = 256, tokens: int = 1024) -> int:
         with held_back():  # an interrupt in between would leave the others waiting

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -121,14 +123,22 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, first: bool) -> N
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    """An idle engine does not: its ranks have nothing to do."""
-    make_model(tmp_path)
+    """Not so an engine that is idle, or paused with requests in flight."""
+    make_model(tmp_path, max_position_embeddings=4096)
     options = ["--model", "model", "--layout", "tp=2", "--threads", "1", "--rank-timeout", "8"]
     server = Server(tmp_path, "engine", *options)
     try:
-        with RemoteEngine(server.url, token=TOKEN) as remote:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with RemoteEngine(server.url, token=TOKEN) as remote, ThreadPoolExecutor(1) as pool:
             made = bits(remote.generate(PROMPTS, SAMPLING))
+            long = [SamplingParams(max_tokens=900, seed=1, ignore_eos=True)]
+            waits = pool.submit(remote.generate, [[5, 6, 7]], long)
+            until(lambda: "\nrlloop_requests_waiting 1" in httpx.get(f"{server.url}/metrics", headers=headers).text)
+            paused = httpx.post(f"{server.url}/rlloop/pause?mode=keep", headers=headers, timeout=60)
+            assert paused.json() == {"paused": True, "load": 1}
             time.sleep(9)
+            httpx.post(f"{server.url}/rlloop/resume", headers=headers).raise_for_status()
+            waits.result(120)
             assert bits(remote.generate(PROMPTS, SAMPLING)) == made
             [rank] = spawned_by(server.process.pid)
             os.kill(rank, signal.SIGSTOP)
