@@ -7,11 +7,13 @@ import itertools
 import math
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,11 +31,14 @@ if TYPE_CHECKING:
 
     from rlloop.models import Model
     from rlloop.rollout import Engine
+    from rlloop.rollout.engine.leader import LeadingEngine
 
 AXES = {"tp": "each product", "ep": "the experts", "pp": "the layers"}  # what N ranks share
 GRACE = 3.0  # seconds after a rank has ended in which the first may end by itself
 LOOK = 0.5  # seconds from one look at the ranks to the next
-STARTING = 600.0  # seconds without progress that a rank may take while they start
+STARTING = 600.0  # seconds without progress until the first step has ended, in which kernels are compiled
+FROZEN = 5.0  # seconds between two looks after which this process was stopped, and perhaps the others with it
+LEAST = 5.0  # of `--rank-timeout`: ranks report twice a second
 SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "adapter_slots", "adapter_rank")
 
 
@@ -94,16 +99,19 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
     ends, or makes no progress for `args.rank_timeout` seconds, this one says which and ends, too."""
     from rlloop.models import load_model
     from rlloop.parallel.progress import Watch, reported, rest, rests
-    from rlloop.parallel.start import host_store
+    from rlloop.parallel.start import host_store, meet
     from rlloop.rollout.engine.leader import LeadingEngine
 
+    if not LEAST <= args.rank_timeout < math.inf:
+        raise ConfigError(f"--rank-timeout is {args.rank_timeout:g}; it must be seconds, at least {LEAST:g}")
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, _terminate)
         stack.callback(signal.signal, signal.SIGTERM, before)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlloop-ranks-"))
         address = f"file://{Path(folder) / 'meeting'}"
-        store = host_store("127.0.0.1")
-        reports = f"tcp://127.0.0.1:{store.port}"
+        hosted = host_store("127.0.0.1")
+        reports = f"tcp://127.0.0.1:{hosted.port}/{secrets.token_hex(16)}"  # a name that others cannot write to
+        store = meet(reports)
         others: list[SpawnProcess] = []
         for rank in range(1, layout.world_size):
             process = multiprocessing.get_context("spawn").Process(
@@ -113,15 +121,19 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
             others.append(process)
             stack.callback(process.kill)
             stack.callback(process.join, 30)
-        closing, serves = threading.Event(), threading.Event()
-        watch = Watch(store, layout.world_size, "--rank-timeout")
+        engines: list[LeadingEngine] = []
+        closing, watch, looked = threading.Event(), Watch(store, layout.world_size), time.monotonic()
 
         def stalled() -> str:
-            if serves.is_set() and rests():
+            nonlocal looked
+            before, looked = looked, time.monotonic()
+            if rests() or looked - before > FROZEN:
                 watch.reset()
-                return ""
             watch.look()
-            found = watch.stalled(args.rank_timeout if serves.is_set() else max(STARTING, args.rank_timeout))
+            if engines and engines[0].has_stepped:
+                found = watch.stalled(args.rank_timeout, "--rank-timeout")
+            else:
+                found = watch.stalled(max(STARTING, args.rank_timeout), "before the first step had ended")
             return "" if found is None else f"rank {found[0]} of {watch.size}: {found[1]}"
 
         stack.enter_context(reported(store, 0))
@@ -133,7 +145,7 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
             engine = make(partial(LeadingEngine, weights=whole))
             stack.callback(_close, engine, others)
             rest()
-            serves.set()
+            engines.append(engine)
             yield engine, whole or engine.model
         finally:
             closing.set()

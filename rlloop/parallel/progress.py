@@ -119,9 +119,8 @@ class _Seen:
 class Watch:
     """Reads the progress of `size` ranks. Times are this process's, so clocks of machines need not agree."""
 
-    def __init__(self, store: Store, size: int, setting: str = "ray.rank_timeout") -> None:
-        """`setting`: what the user sets the time to that `stalled` takes."""
-        self._store, self.size, self._setting = store, size, setting
+    def __init__(self, store: Store, size: int) -> None:
+        self._store, self.size = store, size
         self._seen = [_Seen() for _ in range(size)]
         self.reset()
 
@@ -151,8 +150,9 @@ class Watch:
         """Ranks that have never reported."""
         return [rank for rank in range(self.size) if self._absent(rank)]
 
-    def stalled(self, timeout: float) -> tuple[int, str] | None:
+    def stalled(self, timeout: float, setting: str = "ray.rank_timeout") -> tuple[int, str] | None:
         """A rank that has made no progress for `timeout` seconds, and its known state; None: all make progress.
+        `setting`: where the user sets them.
 
         A rank that waits for others is not blamed, unless all of them wait.
         """
@@ -167,7 +167,7 @@ class Watch:
             key=lambda each: (not self._absent(each), each not in silent, self._seen[each].report[1]),
         )
         states = "; ".join(f"rank {each} {self._says(each, silent)}" for each in range(self.size))
-        limit = f"{timeout:g} s ({self._setting})"
+        limit = f"{timeout:g} s ({setting})"
         why = f"no progress for {limit}"
         if self._absent(rank):
             why = f"no report within {limit}: not started, or ended at once"

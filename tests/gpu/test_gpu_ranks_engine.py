@@ -107,7 +107,7 @@ def of_a_rank(size: int) -> list[str]:
         if shape == "whole vectors":
             with torch.no_grad():
                 opened = peers_of(policy.vocabulary) is not None
-            others = [other for other in range(torch.cuda.device_count()) if other != here().index]
+            others = [other for other in range(min(size, torch.cuda.device_count())) if other != here().index]
             apart = len(others) >= size - 1
             if apart and all(torch.cuda.can_device_access_peer(here(), other) for other in others) and not opened:
                 wrong.append("GPUs reach one another, and engines gather by NCCL")

@@ -7,7 +7,9 @@ computes the same requests on every rank.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -15,12 +17,26 @@ from rlloop.models import Model
 from rlloop.models.adapter_weights import AdapterWeights
 from rlloop.models.parameters import ParameterStore
 from rlloop.parallel.interrupts import held_back
-from rlloop.parallel.progress import doing
+from rlloop.parallel.progress import doing, rest
 from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Completion, ModelInput, PromptScores, SamplingParams
 
 log = logging.getLogger(__name__)
 Call = tuple[str, tuple[Any, ...]]  # a method, and its arguments
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound=Engine)
+
+
+def _computes(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Report that this rank computes during the call. Between calls it is idle for as long as its caller likes."""
+
+    @wraps(method)
+    def call(engine: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        with doing("computes"):
+            return method(engine, *args, **kwargs)
+
+    return call
 
 
 class LeadingEngine(Engine):
@@ -35,6 +51,7 @@ class LeadingEngine(Engine):
         super().__init__(model, **settings)
         self._weights = weights
         self._calls: list[Call] = []  # not sent yet
+        self.has_stepped = False  # before, kernels may still have to be compiled
 
     def _send(self, method: str, *args: Any) -> None:
         """Send the queued calls, then one with collectives, which all ranks must make at the same time."""
@@ -55,28 +72,35 @@ class LeadingEngine(Engine):
         self._calls.append(("drop_adapter", (name,)))
         super().drop_adapter(name)
 
+    @_computes
     def abort(self, request_id: int) -> Completion | None:
         self._send("abort", request_id)  # stages gather what a request's tokens chose
         return super().abort(request_id)
 
+    @_computes
     def abort_all(self) -> list[tuple[int, Completion]]:
         self._send("abort_all")
         return super().abort_all()
 
+    @_computes
     def step(self) -> list[tuple[int, Completion]]:
-        with doing("computes"):  # between steps it may be paused for as long as its caller likes
-            self._send("step")
-            return super().step()
+        self._send("step")
+        ended = super().step()
+        self.has_stepped = True
+        return ended
 
+    @_computes
     def prepare(self, requests: int = 256, tokens: int = 1024) -> int:
         with held_back():  # an interrupt in between would leave the others waiting
             self._send("prepare", requests, tokens)
             return super().prepare(requests, tokens)
 
+    @_computes
     def score(self, prompt: ModelInput | list[int], top_logprobs: int = 0, adapter: str | None = None) -> PromptScores:
         self._send("score", prompt, top_logprobs, adapter)
         return super().score(prompt, top_logprobs, adapter)
 
+    @_computes
     def set_version(self, version: int) -> None:
         if not self.has_work:  # else it is refused
             self._send("set_version", version, self._weights is not None)
@@ -84,6 +108,7 @@ class LeadingEngine(Engine):
                 hand_out(self.model, self._weights)
         super().set_version(version)
 
+    @_computes
     def close(self) -> None:
         """End `follow` on the other ranks."""
         self._send("close")
@@ -93,6 +118,7 @@ class LeadingEngine(Engine):
 def follow(engine: Engine) -> None:
     """Repeat the calls of the first rank's `LeadingEngine`, of the same settings, until it is closed."""
     world = engine.model.context.ranks("world")
+    rest()
     while True:
         calls: list[Call] = world.broadcast_object(None)
         for method, args in calls:
@@ -100,13 +126,14 @@ def follow(engine: Engine) -> None:
                 engine.close()
                 return
             try:
-                if method == "set_version":
-                    version, handed = args
-                    if handed:
-                        hand_out(engine.model, None)
-                    engine.set_version(version)
-                else:
-                    getattr(engine, method)(*args)
+                with doing("computes"):
+                    if method == "set_version":
+                        version, handed = args
+                        if handed:
+                            hand_out(engine.model, None)
+                        engine.set_version(version)
+                    else:
+                        getattr(engine, method)(*args)
             except Exception as error:  # the leader's call raised it as well, to its caller
                 log.info("a call of %s raised %r", method, error)
 

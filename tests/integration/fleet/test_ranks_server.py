@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, first: bool) -> N
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    """Not so an engine that is idle, or paused with requests in flight."""
+    """Not so an engine that is idle, or paused, mostly with a request in flight; or that was stopped as a whole."""
     make_model(tmp_path, max_position_embeddings=4096)
     options = ["--model", "model", "--layout", "tp=2", "--threads", "1", "--rank-timeout", "8"]
     server = Server(tmp_path, "engine", *options)
@@ -131,16 +131,20 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_others(tmp_path: Path) -
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with RemoteEngine(server.url, token=TOKEN) as remote, ThreadPoolExecutor(1) as pool:
             made = bits(remote.generate(PROMPTS, SAMPLING))
+            [rank] = spawned_by(server.process.pid)
             long = [SamplingParams(max_tokens=900, seed=1, ignore_eos=True)]
             waits = pool.submit(remote.generate, [[5, 6, 7]], long)
-            until(lambda: "\nrlloop_requests_waiting 1" in httpx.get(f"{server.url}/metrics", headers=headers).text)
-            paused = httpx.post(f"{server.url}/rlloop/pause?mode=keep", headers=headers, timeout=60)
-            assert paused.json() == {"paused": True, "load": 1}
-            time.sleep(9)
+            time.sleep(0.3)
+            httpx.post(f"{server.url}/rlloop/pause?mode=keep", headers=headers, timeout=60).raise_for_status()
+            time.sleep(10)
             httpx.post(f"{server.url}/rlloop/resume", headers=headers).raise_for_status()
+            time.sleep(0.3)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in (server.process.pid, rank):
+                    os.kill(pid, number)
+                time.sleep(10 if number == signal.SIGSTOP else 0)
             waits.result(120)
             assert bits(remote.generate(PROMPTS, SAMPLING)) == made
-            [rank] = spawned_by(server.process.pid)
             os.kill(rank, signal.SIGSTOP)
             with pytest.raises(RlloopError):
                 remote.generate(PROMPTS, SAMPLING)
@@ -182,6 +186,16 @@ def test_the_usual_steps_are_recorded_before_a_server_answers(
 def test_other_layouts_are_refused(layout: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         layout_of(layout.split())
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "2"])
+def test_other_times_without_progress_are_refused_before_ranks_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    make_model(tmp_path)
+    command = ["serve", "engine", "--model", str(tmp_path / "model"), "--layout", "tp=2", f"--rank-timeout={seconds}"]
+    assert main(command) == 2
+    assert f"--rank-timeout is {seconds}; it must be seconds, at least 5" in capfd.readouterr().err
 
 
 def test_degrees_of_a_layout() -> None:
