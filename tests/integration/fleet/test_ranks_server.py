@@ -125,8 +125,14 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path, first: bool) -> N
 def test_a_rank_that_stands_still_is_named_and_ends_the_others(tmp_path: Path) -> None:
     """Not so an engine that is idle, or paused, mostly with a request in flight; or that was stopped as a whole."""
     make_model(tmp_path, max_position_embeddings=4096)
-    options = ["--model", "model", "--layout", "tp=2", "--threads", "1", "--rank-timeout", "8"]
+    options = ["--model", "model", "--layout", "tp=2", "--threads", "1"]
     server = Server(tmp_path, "engine", *options)
+    try:
+        with RemoteEngine(server.url, token=TOKEN) as remote:  # compiles what is not compiled yet
+            remote.generate(PROMPTS, SAMPLING)
+    finally:
+        server.kill()
+    server = Server(tmp_path, "engine", *options, "--rank-timeout", "8")
     try:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with RemoteEngine(server.url, token=TOKEN) as remote, ThreadPoolExecutor(1) as pool:
