@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -164,9 +164,10 @@ class EngineServer:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.body()
-        if not wire.arrived(request.headers, body):
+        read = await run_in_threadpool(_read, request.headers, body)  # pictures are hashed
+        if read is None:
             return _damaged()
-        ask, asked = await run_in_threadpool(_read, body)  # thousands of parameters are checked, pictures hashed
+        ask, asked, digest = read
         if await request.is_disconnected():  # it may have cancelled a key that was not known yet
             return Response(status_code=LEFT)
         each = one_for_each(ask.prompts, ask.sampling)
@@ -178,7 +179,6 @@ class EngineServer:
         if key is None:
             future = submit()
         else:
-            digest = hashlib.blake2b(body, digest_size=16).digest()
             known, future = self._remembered.get(key, (digest, None))
             if known != digest:
                 return refusal(422, "key_reused", f"idempotency key {key} came before, with another request")
@@ -344,10 +344,12 @@ def _packed(content: msgspec.Struct) -> Response:
     return Response(body, media_type=wire.CONTENT_TYPE, headers=wire.digest_of(body))
 
 
-def _read(body: bytes) -> tuple[wire.Ask, Sequence[ModelInput | list[int]]]:
-    """A request, and the engine's inputs."""
+def _read(headers: Mapping[str, str], body: bytes) -> tuple[wire.Ask, Sequence[ModelInput | list[int]], bytes] | None:
+    """A request, the engine's inputs, and a digest that tells the request from others; None: it was damaged."""
+    if not wire.arrived(headers, body):
+        return None
     ask = parsed(body, wire.Ask, packed=True)
-    return ask, ask.asked
+    return ask, ask.asked, hashlib.blake2b(body, digest_size=16).digest()
 
 
 def _without_inputs(future: Future[list[Completion]]) -> None:
