@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 AXES = {"tp": "each product", "ep": "the experts", "pp": "the layers"}  # what N ranks share
 GRACE = 3.0  # seconds after a rank has ended in which the first may end by itself
-LOOK = 0.5  # seconds from one look at the ranks to the next
 STARTING = 600.0  # seconds without progress until the first step has ended, in which kernels are compiled
-FROZEN = 5.0  # seconds between two looks after which this process was stopped, and perhaps the others with it
-LEAST = 5.0  # of `--rank-timeout`: ranks report twice a second
 SETTINGS = ("page_size", "max_batch_tokens", "max_cache_tokens", "adapter_slots", "adapter_rank")
 
 
@@ -98,12 +95,12 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
     """(engine, the weights that follow a store) over the layout's processes, of which this is the first. If another one
     ends, or makes no progress for `args.rank_timeout` seconds, this one says which and ends, too."""
     from rlloop.models import load_model
-    from rlloop.parallel.progress import Watch, reported, rest, rests
+    from rlloop.parallel.progress import SILENT, Watch, reported, rest, rests
     from rlloop.parallel.start import host_store, meet
     from rlloop.rollout.engine.leader import LeadingEngine
 
-    if not LEAST <= args.rank_timeout < math.inf:
-        raise ConfigError(f"--rank-timeout is {args.rank_timeout:g}; it must be seconds, at least {LEAST:g}")
+    if not SILENT <= args.rank_timeout < math.inf:
+        raise ConfigError(f"--rank-timeout is {args.rank_timeout:g}; it must be seconds, at least {SILENT:g}")
     with ExitStack() as stack:
         before = signal.signal(signal.SIGTERM, _terminate)
         stack.callback(signal.signal, signal.SIGTERM, before)
@@ -127,7 +124,7 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
         def stalled() -> str:
             nonlocal looked
             before, looked = looked, time.monotonic()
-            if rests() or looked - before > FROZEN:
+            if rests() or looked - before > SILENT:  # idle, or this process was stopped, and perhaps the others with it
                 watch.reset()
             watch.look()
             if engines and engines[0].has_stepped:
@@ -174,8 +171,10 @@ def _lost(others: list[SpawnProcess]) -> str:
 
 def _look_after(others: list[SpawnProcess], closing: threading.Event, folder: str, stalled: Callable[[], str]) -> None:
     """End this process if another rank ends before it, or `stalled` names one: it may wait for that one in a copy."""
+    from rlloop.parallel.progress import PERIOD
+
     said = ""
-    while not (said or wait([each.sentinel for each in others], LOOK)):
+    while not (said or wait([each.sentinel for each in others], PERIOD)):
         said = stalled()
     if not said and closing.wait(GRACE):  # it ends by itself, perhaps with the same error
         return
