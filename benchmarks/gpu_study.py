@@ -32,6 +32,9 @@ from typing import NamedTuple
 
 RECIPES = {"dense": "countdown/collapse_gpu", "experts": "countdown/collapse_gpu_moe"}
 FP8 = ["arm=fp8"]
+OTHER_BATCHES = [
+    "arm=other_batches", "rollout.max_batch_tokens=2048", "rollout.max_cache_tokens=32768", "rollout.page_size=16",
+]  # fmt: skip
 ARMS: dict[str, dict[str, list[str]]] = {
     "dense": {
         "zero_kld": ["arm=zero_kld"],
@@ -46,11 +49,9 @@ ARMS: dict[str, dict[str, list[str]]] = {
         # Controls: the mismatch without clipping by it, the rounding in both, and other batches alone.
         "fp4_both_none": ["arm=fp4_both", "guard=none"],
         "fp4": ["arm=fp4"],
+        "fp4_none": ["arm=fp4_none"],
         "fp4_both_sides": ["arm=fp4_both_sides"],
-        "other_batches": [
-            "arm=other_batches", "rollout.max_batch_tokens=2048", "rollout.max_cache_tokens=32768",
-            "rollout.page_size=16",
-        ],
+        "other_batches": OTHER_BATCHES,
     },
     "experts": {
         "zero_kld": ["arm=zero_kld"],
@@ -58,7 +59,9 @@ ARMS: dict[str, dict[str, list[str]]] = {
         "fp8_all": ["arm=fp8_all"],
         "router": ["arm=router"],
         "other_kernels": ["arm=other_kernels"],
+        "fp4_both_none": ["arm=fp4_both", "guard=none"],
         "fp4_both_sides": ["arm=fp4_both_sides"],
+        "other_batches": OTHER_BATCHES,
     },
 }  # fmt: skip
 # Run only where --arms names them. One change of the engine each:
