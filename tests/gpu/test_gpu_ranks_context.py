@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # relative: of a weight's gradient, by its norm
+UNCUT = (8, "qwen3_5_moe_text")  # ranks split a recurrent layer's heads, of which it has four
 FEW = 4  # the seed of three tokens whose terms do not cancel in decay gradients, as those of others do
 UPDATES: dict[int, dict[str, dict[str, int]]] = {  # by number of GPUs: shapes, and a layout of each
     2: {"qwen3": {"cp": 2}, "qwen3_5_moe_text": {"cp": 2}, "nemotron_h": {"cp": 2, "ep": 2}, "glm_moe_dsa": {"cp": 2},
@@ -58,8 +59,7 @@ def prepared() -> set[int]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("degree", [2, 3, 4, 8])
+@pytest.mark.parametrize(("degree", "name"), [(n, name) for n in (2, 3, 4, 8) for name in SHAPES if (n, name) != UNCUT])
 def test_contexts_over_gpus_have_the_bits_of_one(degree: int, name: str, prepared: set[int]) -> None:
     need_gpus(degree)
     if degree not in prepared:

@@ -51,6 +51,14 @@ def _kept(z, ids, row, temperature, min_p, cuts):
 
 
 @triton.jit
+def _is_plain(row, temperature, min_p, banned_start, cuts):
+    """Whether the row's processed logits are its logits."""
+    whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
+    unbanned = tl.load(banned_start + row) == tl.load(banned_start + row + 1)
+    return (temperature == 0) | ((temperature == 1) & whole & unbanned)
+
+
+@triton.jit
 def _key(z):
     """An integer in the order of z; −0 counts as 0."""
     bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
@@ -166,9 +174,7 @@ def _measure(
     min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
     broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
     at = block_stats + row * (6 * BLOCKS) + block
-    whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
-    unbanned = tl.load(banned_start + row) == tl.load(banned_start + row + 1)
-    plain = (temperature == 0) | ((temperature == 1) & whole & unbanned)
+    plain = _is_plain(row, temperature, min_p, banned_start, cuts)
     if RAW or plain:
         top, mass, spread = _measured(x)
         mass = tl.where(broken, float("nan"), mass)
@@ -244,15 +250,17 @@ def _gradient(
     )  # fmt: skip
     by_logprob = tl.where(at_target > float("-inf"), tl.load(grad_logprobs + row), 0.0)
     by_entropy, entropy = tl.load(grad_entropies + row), tl.load(entropies + row)
-    x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
-    z = _kept(
-        _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE), ids, row, temperature, min_p, cuts
-    )  # fmt: skip
+    z = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
+    plain = _is_plain(row, temperature, min_p, banned_start, cuts)
+    if not plain:  # at twice the time
+        z = _processed(z, ids, row, temperature, banned_start, banned_ids, SIZE)
+        z = _kept(z, ids, row, temperature, min_p, cuts)
     logprob = (z - top) - log_total
     mass = tl.exp(logprob)
     gradient = -mass * (by_logprob + by_entropy * (logprob + entropy))
     gradient = tl.where(z > float("-inf"), gradient, 0.0) + tl.where(ids == target, by_logprob, 0.0)
-    gradient = gradient / tl.where(temperature == 0, 1.0, temperature)
+    if not plain:
+        gradient = gradient / tl.where(temperature == 0, 1.0, temperature)
     gradient = tl.where(total == total, gradient, float("nan"))
     tl.store(out + row * SIZE + ids, gradient.to(out.dtype.element_ty), ids < SIZE)
 

@@ -19,7 +19,7 @@ NUMBERS = 2048  # a program of the activation has so many
 NORM_NUMBERS = 2048  # a program of the norm has about so many
 NARROW = 1024  # width up to which a norm lets the next launch begin at once: at 4,096 one row loses 2%, 32 gain 1%
 WAITING = 512  # programs of a norm that look at one flag at a time
-BACKWARD_PROGRAMS = 256  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
+BACKWARD_PROGRAMS = 768  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "index"])
