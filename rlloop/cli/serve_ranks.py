@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -119,12 +118,10 @@ def engine_over(layout: Layout, args: argparse.Namespace) -> Iterator[tuple[Engi
             stack.callback(process.kill)
             stack.callback(process.join, 30)
         engines: list[LeadingEngine] = []
-        closing, watch, looked = threading.Event(), Watch(store, layout.world_size), time.monotonic()
+        closing, watch = threading.Event(), Watch(store, layout.world_size)
 
         def stalled() -> str:
-            nonlocal looked
-            before, looked = looked, time.monotonic()
-            if rests() or looked - before > SILENT:  # idle, or this process was stopped, and perhaps the others with it
+            if rests():
                 watch.reset()
             watch.look()
             if engines and engines[0].has_stepped:

@@ -126,11 +126,15 @@ class Watch:
 
     def reset(self) -> None:
         """Restart the measurement of standstill."""
+        self._looked = time.monotonic()
         for seen in self._seen:
-            seen.beat = seen.moved = time.monotonic()
+            seen.beat = seen.moved = self._looked
 
     def look(self) -> None:
         now = time.monotonic()
+        if now - self._looked > SILENT:  # this process was stopped, and perhaps the ranks with it
+            self.reset()
+        self._looked = now
         for rank, seen in enumerate(self._seen):
             if not self._store.check([_key(rank)]):
                 continue

@@ -101,6 +101,28 @@ def test_a_rank_that_stands_still_is_named(tmp_path):
     assert ". To resume from the last checkpoint, in this or another layout: torchrun --nproc-per-node 2 -m " in output
 
 
+def test_a_run_whose_processes_were_all_stopped_goes_on(tmp_path):
+    """As by Ctrl-Z, for longer than a rank may stand still."""
+    (tmp_path / "slow").touch()
+    (tmp_path / "slowly.py").write_text(
+        "import time\nfrom pathlib import Path\nimport rlloop\nclass Engine(rlloop.Engine):\n"
+        "    def generate(self, *given, **named):\n        while Path('slow').exists():\n"
+        "            Path('waits').touch()\n            time.sleep(0.1)\n"
+        "        return super().generate(*given, **named)\n"
+    )
+    given = "trainer.num_steps=1", "rollout.engine._target_=slowly.Engine", "ray.rank_timeout=20"
+    ranks = start(tmp_path / "run", 2, "trainer.layout.dp_shard=2", *given)
+    until((tmp_path / "waits").exists, ranks[0])
+    time.sleep(2)  # in which the watcher looks
+    for number, seconds in ((signal.SIGSTOP, 25), (signal.SIGCONT, 2)):
+        for rank in ranks:
+            os.kill(rank.pid, number)
+        time.sleep(seconds)
+    (tmp_path / "slow").unlink()
+    output, codes = ended(ranks)
+    assert codes == [0, 0], output
+
+
 def test_a_rank_that_never_came_is_named(tmp_path):
     """Rank 1 waits for it."""
     ranks = start(tmp_path / "run", 3, "trainer.layout.dp_shard=3", "ray.rank_timeout=30")

@@ -153,6 +153,24 @@ def test_a_rank_that_reports_no_more_is_silent_and_a_rank_that_is_done_is_not_bl
     assert watch.stalled(10)[0] == 1
 
 
+def test_a_watch_that_was_stopped_with_the_ranks_blames_none_of_them(clock):
+    store = HashStore()
+    watch = Watch(store, 2)
+    for rank in range(2):
+        report(store, rank, 1, 3, "computes")
+    watch.look()
+    clock[0] += 3600  # by Ctrl-Z, say
+    watch.look()
+    assert watch.silent() == []
+    assert watch.stalled(10) is None
+    for beat in range(2, 6):  # rank 1 stays stopped
+        clock[0] += 4
+        report(store, 0, beat, 3 + beat, "computes")
+        watch.look()
+    assert watch.silent() == [1]
+    assert watch.stalled(10)[0] == 1
+
+
 def test_work_is_counted():
     before = progress._Here.count
     tick()
