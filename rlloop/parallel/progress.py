@@ -131,6 +131,8 @@ class Watch:
             seen.beat = seen.moved = self._looked
 
     def look(self) -> None:
+        """Read all reports; at least every `SILENT` seconds while it matters, since standstill is measured anew after
+        a longer pause."""
         now = time.monotonic()
         if now - self._looked > SILENT:  # this process was stopped, and perhaps the ranks with it
             self.reset()

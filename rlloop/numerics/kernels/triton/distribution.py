@@ -252,7 +252,7 @@ def _gradient(
     by_entropy, entropy = tl.load(grad_entropies + row), tl.load(entropies + row)
     z = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     plain = _is_plain(row, temperature, min_p, banned_start, cuts)
-    if not plain:  # at twice the time
+    if not plain:  # half as long again
         z = _processed(z, ids, row, temperature, banned_start, banned_ids, SIZE)
         z = _kept(z, ids, row, temperature, min_p, cuts)
     logprob = (z - top) - log_total

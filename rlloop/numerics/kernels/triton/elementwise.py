@@ -20,7 +20,7 @@ NORM_NUMBERS = 2048  # a program of the norm has about so many
 NARROW = 1024  # width up to which a norm lets the next launch begin at once: at 4,096 one row loses 2%, 32 gain 1%
 WAITING = 512  # programs of a norm that look at one flag at a time
 BACKWARD_PROGRAMS = 768  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
-MOST_PROGRAMS = 2048  # of narrow norms: with more their parts take longer to add than they save
+NARROW_PROGRAMS = 1 << 18  # of one narrower than 1,024, over its width
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "index"])
@@ -114,8 +114,8 @@ def _backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
     """(columns, rows of a tile, programs)."""
     block = power_of_two(width)
     height = max(1, NORM_NUMBERS // block)
-    programs = min(BACKWARD_PROGRAMS * max(1, 1024 // block), MOST_PROGRAMS, triton.cdiv(rows, height))
-    return block, height, max(1, programs)
+    programs = BACKWARD_PROGRAMS if block >= 1024 else NARROW_PROGRAMS // block
+    return block, height, max(1, min(programs, triton.cdiv(rows, height)))
 
 
 def rms_norm_backward(
