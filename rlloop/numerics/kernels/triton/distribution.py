@@ -52,7 +52,7 @@ def _kept(z, ids, row, temperature, min_p, cuts):
 
 @triton.jit
 def _is_plain(row, temperature, min_p, banned_start, cuts):
-    """Whether the row's processed logits are its logits."""
+    """True if no temperature, ban or truncation changes the row's logits."""
     whole = (tl.load(cuts + row * 3) == float("-inf")) & (min_p <= 0)
     unbanned = tl.load(banned_start + row) == tl.load(banned_start + row + 1)
     return (temperature == 0) | ((temperature == 1) & whole & unbanned)
@@ -252,7 +252,7 @@ def _gradient(
     by_entropy, entropy = tl.load(grad_entropies + row), tl.load(entropies + row)
     z = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     plain = _is_plain(row, temperature, min_p, banned_start, cuts)
-    if not plain:  # half as long again
+    if not plain:  # with this the kernel takes about 1.5 times as long
         z = _processed(z, ids, row, temperature, banned_start, banned_ids, SIZE)
         z = _kept(z, ids, row, temperature, min_p, cuts)
     logprob = (z - top) - log_total

@@ -20,7 +20,7 @@ NORM_NUMBERS = 2048  # a program of the norm has about so many
 NARROW = 1024  # width up to which a norm lets the next launch begin at once: at 4,096 one row loses 2%, 32 gain 1%
 WAITING = 512  # programs of a norm that look at one flag at a time
 BACKWARD_PROGRAMS = 768  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
-NARROW_PROGRAMS = 1 << 18  # of one narrower than 1,024, over its width
+NARROW_PROGRAMS = 1 << 18  # the same for widths of up to 512, over the width
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "index"])
