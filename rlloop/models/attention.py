@@ -58,9 +58,8 @@ class Attention(nn.Module):
             q, gate = (chunk.flatten(1) for chunk in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
             gate = None
-        queries, groups = self.heads or (None, None)
-        q, k = self._normed(q, self.q_norm, queries, ops), self._normed(k, self.k_norm, groups, ops)
-        q, k, v = self._rotated(q, step), self._rotated(k, step), v.unflatten(-1, (-1, self.head_dim))
+        q, k = self._placed(q, k, step)
+        v = v.unflatten(-1, (-1, self.head_dim))
         keys, values = k, v
         if step.cache is not None:
             keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
@@ -113,6 +112,21 @@ class Attention(nn.Module):
         if peers is None or step.ops.profile.attention_splits != "default":
             return None
         return peers.attended(q, keys, values, step.layout, self.scale, self.columns)
+
+    def _placed(self, q: Tensor, k: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated. [T, heads * head_dim] -> [T, heads, head_dim], of this rank's heads."""
+        ops, (queries, groups) = step.ops, self.heads or (None, None)
+        at_once = self._plain and type(ops) is Ops  # subclasses depart, and traces look at each
+        if at_once and self.q_norm is not None and self.k_norm is not None:
+            q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+            norms = self.q_norm.scale, self.k_norm.scale
+            if not torch.is_grad_enabled():
+                return ops.norm_rope(q, k, norms, self.eps, step.positions, *step.rope)
+            q, k = gathered(q, queries, 1), gathered(k, groups, 1)  # a weight's gradient is a sum over all heads
+            q, k = ops.norm_rope(q, k, norms, self.eps, step.positions, *step.rope)
+            return taken(q, queries, 1), taken(k, groups, 1)
+        q, k = self._normed(q, self.q_norm, queries, ops), self._normed(k, self.k_norm, groups, ops)
+        return self._rotated(q, step), self._rotated(k, step)
 
     def _normed(self, x: Tensor, norm: Norm | None, heads: Division | None, ops: Ops) -> Tensor:
         """[T, heads * head_dim] -> [T, heads, head_dim], of this rank's heads."""

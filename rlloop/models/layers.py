@@ -221,6 +221,9 @@ class Mlp(nn.Module):
             gated = ops.gated_linear(x, gate.weight, up.weight)
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
         halves = gate(x, ops), up(x, ops)
+        alone = self.inner is None and self.down_proj.bias is None and torch.is_grad_enabled() and not step.recomputed
+        if alone and type(ops) is Ops and (made := ops.gated_down(*halves, self.down_proj.weight)) is not None:
+            return made
         gated = ops.silu_mul(*halves)
         with saved_as_made(gated, ops.silu_mul, *halves, step=step):
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)

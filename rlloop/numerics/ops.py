@@ -130,6 +130,24 @@ class Ops:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
 
+    def gated_down(self, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
+        """`linear` of `silu_mul(gate, up)`, which is made again for its gradient instead of kept. None where that is
+        not made together with gradients. [T, F] each, [N, F] -> [T, N]."""
+        plain = type(self) is Ops and self._ranks == 1 and self.profile.linear == self.profile.activation == "rlloop"
+        if not plain or isinstance(weight, Fp8Weight) or is_packed(weight) or self.adapted(weight):
+            return None
+        return operators.gated_down(gate, up, weight)
+
+    def norm_rope(
+        self, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, positions: Tensor, cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`rms_norm` of queries [T, H, D] and keys [T, G, D] by a weight [D] each, and then `rope`; differentiable."""
+        if type(self) is Ops and self.profile.rms_norm == self.profile.rope == "rlloop":
+            return operators.norm_rope(q, k, weights, eps, positions, cos, sin)
+        q, k = (self.rms_norm(x, weight, eps)[0] for x, weight in zip((q, k), weights, strict=True))
+        return self.rope(q, positions, cos, sin), self.rope(k, positions, cos, sin)
+
     @property
     def fuses(self) -> bool:
         """True if consecutive operations may be fused: all are rlloop's, and no gradient is needed."""

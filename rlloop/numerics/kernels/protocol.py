@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.fp8 import Fp8Weight
+from rlloop.numerics.kernels.protocol_fused import FusedKernels
 from rlloop.numerics.layout import AdapterSlots, AttentionLayout, Factors
 from rlloop.numerics.packed import PackedWeight
 
@@ -36,7 +37,7 @@ class SamplePart(Protocol):
         ...
 
 
-class Kernels(Protocol):
+class Kernels(FusedKernels, Protocol):
     """One backend. `rlloop.numerics.kernels.cpu` has every function."""
 
     # Products ------------------------------------------------------------------------------------------------------
@@ -138,11 +139,6 @@ class Kernels(Protocol):
 
     def layer_norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> (of x, of weight, of bias)."""
-        ...
-
-    @property
-    def add_layer_norm(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None:
-        """`Ops.add_layer_norm(x, residual, weight, bias, eps)` in one launch, without a gradient."""
         ...
 
     def gelu(self, x: Tensor, tanh: bool) -> Tensor:
@@ -396,28 +392,4 @@ class Kernels(Protocol):
         self, logits: Tensor, targets: Tensor, settings: Tensor, banned_start: Tensor, banned_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         """logits [T, V] float32 -> (logprobs [T], entropies [T])."""
-        ...
-
-    # Several operations in one kernel, for forwards without gradients: the bits of each alone ----------------------
-
-    def qkv_linear(
-        self, x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`linear` of x [T, K] by each weight, without biases."""
-        ...
-
-    def gated_linear(self, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        """`silu_mul(linear(x, gate), linear(x, up))`. [T, K], [F, K], [F, K] -> [T, F]."""
-        ...
-
-    def qkv_cache_write(
-        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
-        positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """`Ops.qkv_cache_write`: norms (where there are weights), rotates, and writes keys and values to slots [T]."""
-        ...
-
-    @property
-    def decoder_layer(self) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
-        """`Ops.decoder_layer` with the layout and `split`; its result is None where it is not for these."""
         ...

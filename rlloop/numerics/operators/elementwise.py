@@ -70,14 +70,14 @@ def norm_of_sum(total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     return _NormOfSum.apply(total, weight, eps)
 
 
-_silu_mul_gradients = operator(
+silu_mul_gradients = operator(
     "silu_mul_backward(Tensor gate, Tensor up, Tensor grad) -> (Tensor, Tensor)",
     lambda gate, up, grad: (torch.empty_like(gate), torch.empty_like(up)),
 )
 silu_mul = operator(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     lambda gate, up: torch.empty_like(gate),
-    lambda ctx, grad: _silu_mul_gradients(*ctx.saved_tensors, grad),
+    lambda ctx, grad: silu_mul_gradients(*ctx.saved_tensors, grad),
     lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 

@@ -12,6 +12,7 @@ CASES = {
     "one adapter": ["tests/support/emulated_launches.py"],
     "draws": ["tests/support/emulated_draws.py"],
     "logits": ["tests/support/emulated_logits.py"],
+    "several operations": ["tests/support/emulated_fused.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "ranks without tokens": ["tests/support/emulated_ranks.py"],

@@ -32,6 +32,7 @@ from rlloop.numerics.kernels.triton.elementwise import (
     sigmoid_mul,
     silu_mul,
     silu_mul_backward,
+    silu_mul_remade,
     squares_of_rows,
 )
 from rlloop.numerics.kernels.triton.experts import experts as gated_experts
@@ -42,6 +43,7 @@ from rlloop.numerics.kernels.triton.kept_logits import kept_token_logprob
 from rlloop.numerics.kernels.triton.launch import strict_products
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
+from rlloop.numerics.kernels.triton.norm_rope import norm_rope, norm_rope_backward
 from rlloop.numerics.kernels.triton.packed import dequantised, sums
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
 from rlloop.numerics.kernels.triton.recurrence import (

@@ -110,7 +110,7 @@ def _rms_norm_backward(
     tl.store(weight_parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
 
 
-def _backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
+def backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
     """(columns, rows of a tile, programs)."""
     block = power_of_two(width)
     height = max(1, NORM_NUMBERS // block)
@@ -123,7 +123,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     stream, width = aligned(stream), stream.shape[-1]
     rows, grad_x = stream.numel() // width, torch.empty_like(stream)
-    block, height, programs = _backward_tiles(rows, width)
+    block, height, programs = backward_tiles(rows, width)
     weight_parts = torch.empty(programs, width, device=stream.device)
     _rms_norm_backward[(programs,)](
         stream, aligned(weight), scales, aligned(grad), stream if grad_stream is None else aligned(grad_stream),
@@ -207,7 +207,7 @@ def _layer_norm_backward(
 def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, width = aligned(x), x.shape[-1]
     rows, grad_x = x.numel() // width, torch.empty_like(x)
-    block, height, programs = _backward_tiles(rows, width)
+    block, height, programs = backward_tiles(rows, width)
     partials = torch.empty(2, programs, width, device=x.device)
     _layer_norm_backward[(programs,)](
         x, aligned(weight), aligned(grad), grad_x, partials[0], partials[1], rows, eps, WIDTH=width, BLOCK=block,
@@ -287,11 +287,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, NUMBERS: tl.constexpr):
+def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, remade, count, NUMBERS: tl.constexpr, REMADE: tl.constexpr):
+    """REMADE: `remade` gets what `_silu_mul` makes."""
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     x = tl.load(gate + at, at < count, 0.0).to(tl.float32)
     y = tl.load(up + at, at < count, 0.0).to(tl.float32)
     slope = tl.load(grad + at, at < count, 0.0).to(tl.float32)
+    if REMADE:
+        tl.store(remade + at, (x / (1.0 + tl.exp(-x)) * y).to(remade.dtype.element_ty), at < count)
     sigmoid = 1.0 / (1.0 + tl.exp(-x))
     by_gate = slope * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
     tl.store(grad_gate + at, by_gate.to(grad_gate.dtype.element_ty), at < count)
@@ -299,12 +302,22 @@ def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, NUMBERS: tl.co
 
 
 def silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _silu_mul_gradients(gate, up, grad, None)
+
+
+def silu_mul_remade(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    remade = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return *_silu_mul_gradients(gate, up, grad, remade), remade
+
+
+def _silu_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor, remade: Tensor | None) -> tuple[Tensor, Tensor]:
     gate, up, grad = aligned(gate), aligned(up), aligned(grad)
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
         _silu_mul_backward[(triton.cdiv(gate.numel(), NUMBERS),)](
-            gate, up, grad, grad_gate, grad_up, gate.numel(), NUMBERS, num_warps=4
-        )
+            gate, up, grad, grad_gate, grad_up, gate if remade is None else remade, gate.numel(), NUMBERS,
+            REMADE=remade is not None, num_warps=4,
+        )  # fmt: skip
     return grad_gate, grad_up
 
 

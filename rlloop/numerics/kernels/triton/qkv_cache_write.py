@@ -14,11 +14,11 @@ from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_
 
 
 @triton.jit
-def _turned(
-    x, weight, positions, cos, sin, out, row, target, rows, eps, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, NORMED: tl.constexpr,
+def turned(
+    x, weight, positions, cos, sin, out, row, target, rows, eps, scales, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, NORMED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads to their targets, tokens of `out`."""
+    """Rows of heads to their targets, tokens of `out`. KEPT: `scales` [rows] gets 1 / rms of each."""
     HALF: tl.constexpr = WIDTH // 2
     at, half = x + row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, BLOCK // 2)
     inside = (row < rows)[:, None] & (half < HALF)[None, :]
@@ -27,6 +27,8 @@ def _turned(
         column = tl.arange(0, BLOCK)
         values = tl.load(at + column[None, :], (row < rows)[:, None] & (column < WIDTH)[None, :], 0.0).to(tl.float32)
         scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1) / WIDTH + eps)
+        if KEPT:
+            tl.store(scales + row, scale, row < rows)
         gain = tl.load(weight + half, half < HALF, 0.0).to(tl.float32)
         low = (low.to(tl.float32) * scale[:, None] * gain[None, :]).to(low.dtype)
         gain = tl.load(weight + HALF + half, half < HALF, 0.0).to(tl.float32)
@@ -53,12 +55,17 @@ def _cache_write(
     kind, row = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if kind == 0:
         target = (row // HEADS).to(tl.int64)
-        _turned(q, q_weight, positions, cos, sin, out, row, target, tokens * HEADS, eps, HEADS, WIDTH, BLOCK, NORMED)
+        turned(
+            q, q_weight, positions, cos, sin, out, row, target, tokens * HEADS, eps, q, HEADS, WIDTH, BLOCK, NORMED,
+            False,
+        )  # fmt: skip
     elif tl.program_id(0) * ROWS < tokens * GROUPS:
         rows = tokens * GROUPS
         target = tl.load(slots + row // GROUPS, row < rows, 0)
         if kind == 1:
-            _turned(k, k_weight, positions, cos, sin, keys, row, target, rows, eps, GROUPS, WIDTH, BLOCK, NORMED)
+            turned(
+                k, k_weight, positions, cos, sin, keys, row, target, rows, eps, k, GROUPS, WIDTH, BLOCK, NORMED, False
+            )  # fmt: skip
         else:
             column = tl.arange(0, BLOCK)[None, :]
             inside = (row < rows)[:, None] & (column < WIDTH)

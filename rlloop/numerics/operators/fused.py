@@ -1,0 +1,82 @@
+"""Several operations in one, for training: results have the bits of each alone, and fewer launches and less memory
+traffic make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.operators.elementwise import rms_norm, rope, silu_mul, silu_mul_gradients
+from rlloop.numerics.operators.library import operator
+from rlloop.numerics.operators.products import gradient_type, linear, product
+
+
+def _norm_rope_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, q_weight, k_weight, _, *tables = inputs
+    ctx.save_for_backward(q, k, q_weight, k_weight, *output[2:], *tables)
+    ctx.set_materialize_grads(False)
+
+
+def _norm_rope_backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: recomputed layers give them one time
+    q, k = saved[:2]
+    grads = torch.zeros_like(q) if grad_q is None else grad_q, torch.zeros_like(k) if grad_k is None else grad_k
+    return *_norm_rope_gradients(*saved, *grads), None, None, None, None
+
+
+_norm_rope_gradients = operator(
+    "norm_rope_backward(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor q_scales, Tensor k_scales,"
+    " Tensor positions, Tensor cos, Tensor sin, Tensor grad_q, Tensor grad_k) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda *inputs: tuple(torch.empty_like(each) for each in inputs[:4]),
+)
+_norm_rope = operator(
+    "norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor positions, Tensor cos,"
+    " Tensor sin) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda q, k, *_: (
+        torch.empty_like(q), torch.empty_like(k),
+        *(x.new_empty(x.shape[0] * x.shape[1], dtype=torch.float32) for x in (q, k)),
+    ),
+    _norm_rope_backward,
+    _norm_rope_setup,
+)  # fmt: skip
+
+
+def norm_rope(
+    q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    if kernels_for(q.device).norm_rope is None:
+        turned = (rope(rms_norm(x, w, eps, None)[0], positions, cos, sin) for x, w in zip((q, k), weights, strict=True))
+        return next(turned), next(turned)
+    return _norm_rope(q, k, *weights, eps, positions, cos, sin)[:2]
+
+
+class _GatedDown(torch.autograd.Function):
+    """The product's other factor is made again in the backward, beside the gradients of gate and up, which read the
+    same numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return linear(silu_mul(gate, up), weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, up, weight), (grad,) = ctx.saved_tensors, grads
+        by_inner = product(grad, True, weight, False, gate.dtype)
+        if not ctx.needs_input_grad[2]:
+            return *silu_mul_gradients(gate, up, by_inner), None
+        of_gate, of_up, inner = _silu_mul_remade(gate, up, by_inner)
+        return of_gate, of_up, product(grad, False, inner, False, gradient_type(weight))
+
+
+_silu_mul_remade = operator(
+    "silu_mul_remade(Tensor gate, Tensor up, Tensor grad) -> (Tensor, Tensor, Tensor)",
+    lambda gate, up, grad: (torch.empty_like(gate), torch.empty_like(up), torch.empty_like(gate)),
+)
+
+
+def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
+    return None if kernels_for(gate.device).silu_mul_remade is None else _GatedDown.apply(gate, up, weight)

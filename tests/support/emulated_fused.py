@@ -1,0 +1,110 @@
+"""Operations that training makes in one kernel have the bits of each alone; in Triton's interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlloop.numerics import operators
+from rlloop.numerics.kernels import kernels_for
+from rlloop.numerics.layout import AttentionLayout
+from tests.support.tiny_models import tiny_qwen3
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPS = 1e-6
+TYPES = torch.float32, torch.bfloat16
+Tables = tuple[Tensor, Tensor, Tensor]
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def heads(tokens: int, width: int, count: int, groups: int, dtype: torch.dtype) -> tuple[list[Tensor], Tables]:
+    """(queries, keys and the norms' weights, all to be differentiated; positions and tables)."""
+    shapes = (tokens, count, width), (tokens, groups, width), (width,), (width,)
+    leaves = [drawn(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    positions = torch.arange(tokens, device=DEVICE).flip(0)
+    angles = drawn(max(1, tokens), width // 2, dtype=torch.float32, seed=4)
+    return leaves, (positions, angles.cos(), angles.sin())
+
+
+def at_once(leaves: list[Tensor], tables: Tables) -> tuple[Tensor, Tensor]:
+    q, k, *weights = leaves
+    return operators.norm_rope(q, k, (weights[0], weights[1]), EPS, *tables)
+
+
+def one_by_one(leaves: list[Tensor], tables: Tables) -> tuple[Tensor, Tensor]:
+    q, k, *weights = leaves
+    q, k = (operators.rms_norm(x, weight, EPS, None)[0] for x, weight in zip((q, k), weights, strict=True))
+    return operators.rope(q, *tables), operators.rope(k, *tables)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("tokens", "width", "count", "groups"),
+    [(37, 128, 4, 2), (5, 64, 2, 2), (9, 24, 3, 1), (1, 128, 16, 8), (0, 64, 2, 1)],
+)
+def test_norms_and_rotations_at_once(tokens: int, width: int, count: int, groups: int, dtype: torch.dtype) -> None:
+    leaves, tables = heads(tokens, width, count, groups, dtype)
+    expected, found = one_by_one(leaves, tables), at_once(leaves, tables)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    grads = [drawn(*x.shape, dtype=dtype, seed=5) for x in found]
+    for made, wanted in zip(
+        torch.autograd.grad(found, leaves, grads), torch.autograd.grad(expected, leaves, grads), strict=True
+    ):
+        if DEVICE.type == "cpu":
+            assert torch.equal(made, wanted)
+        elif tokens:  # a compiler may make one rounding of two where it compiles the norm's gradient alone
+            assert (made.double() - wanted.double()).norm() <= 0.005 * wanted.double().norm()
+
+
+def test_a_gradient_of_queries_alone() -> None:
+    leaves, tables = heads(7, 64, 4, 2, torch.float32)
+    found = torch.autograd.grad(at_once(leaves, tables)[0].sum(), leaves)
+    wanted = torch.autograd.grad(one_by_one(leaves, tables)[0].sum(), leaves, allow_unused=True)
+    assert torch.allclose(found[0], wanted[0])
+    assert torch.allclose(found[2], wanted[2], atol=1e-5)
+    assert found[1].count_nonzero() == found[3].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_gated_product_makes_its_factor_again(trains: bool, dtype: torch.dtype) -> None:
+    gate, up = (drawn(33, 48, dtype=dtype, seed=i).requires_grad_() for i in range(2))
+    weight = drawn(32, 48, dtype=dtype, seed=2).requires_grad_(trains)
+    grad, leaves = drawn(33, 32, dtype=dtype, seed=3), (gate, up, weight)[: 2 + trains]
+    expected = operators.linear(operators.silu_mul(gate, up), weight, None)
+    found = operators.gated_down(gate, up, weight)
+    assert found is not None
+    assert torch.equal(found, expected)
+    for made, wanted in zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_model_keeps_its_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states and gradients with and without kernels of several operations, also with recomputed layers."""
+    model = tiny_qwen3(dtype=str(dtype).removeprefix("torch.")).to(DEVICE)
+    tokens = torch.arange(11, device=DEVICE) * 7
+    layout = AttentionLayout.of_sequences([6, 5], DEVICE)
+    positions = torch.cat([torch.arange(6), torch.arange(5)]).to(DEVICE)
+
+    def gradients(recomputed: int) -> list[Tensor]:
+        model.checkpoint_layers = recomputed
+        hidden = model.hidden(tokens, positions, layout)
+        return [hidden, *torch.autograd.grad(hidden.float().square().sum(), list(model.model.parameters()))]
+
+    found, again = gradients(0), gradients(1)
+    kernels = kernels_for(DEVICE)
+    monkeypatch.setattr(kernels, "norm_rope", None)
+    monkeypatch.setattr(kernels, "silu_mul_remade", None)
+    expected = gradients(0)
+    assert torch.equal(found[0], expected[0])
+    assert all(map(torch.equal, found, again))
+    if DEVICE.type == "cpu":
+        assert all(map(torch.equal, found, expected))
