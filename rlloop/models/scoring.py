@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -38,6 +39,17 @@ class ScoreRow:
     selected: np.ndarray | None = None  # [tokens, layers], likewise
     model_input: ModelInput | None = None  # of its first tokens, where they are more than text
     targets: np.ndarray | None = None  # [P] or [P, K]: tokens to score in place of the sequence's own; no cp above 1
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """`token_ids` as an array, of what type they are."""
+        return np.asarray(self.token_ids)
+
+    @cached_property
+    def picked(self) -> np.ndarray:
+        """`predict` as int64."""
+        at = self.predict
+        return np.arange(at.start, at.stop, at.step) if isinstance(at, range) else np.asarray(at, np.int64)
 
     def positions(self, count: int) -> np.ndarray:
         """[count] or [axes, count]: of its first tokens, for the rope."""
@@ -240,7 +252,7 @@ def _score(
 def _random_names(used: Sequence[ScoreRow]) -> tuple[np.ndarray, np.ndarray]:
     """[N] int64 each: seeds (−1: none) and indices of the predicted tokens, which name their random numbers."""
     seeds = [-1 if row.sampling is None or row.sampling.seed is None else row.sampling.seed for row in used]
-    indices = [np.asarray(row.predict, np.int64) for row in used]
+    indices = [row.picked for row in used]
     return np.repeat(np.array(seeds, np.int64), [len(each) for each in indices]), np.concatenate(indices)
 
 
@@ -250,9 +262,9 @@ def _predicted(
     """One forward for all rows: hidden states [N, D] that the predicted tokens come from, these tokens [N], and how
     their logits are processed; of hidden states each context-parallel rank has its own, as many as the counts say."""
     device = model.context.device
-    picked = [np.asarray(row.predict, np.int64) for row in used]
+    picked = [row.picked for row in used]
     # The last scored token, and those after it, are not read: nothing is predicted from them.
-    tokens = [np.asarray(row.token_ids, np.int64) for row in used]
+    tokens = [row.tokens.astype(np.int64, copy=False) for row in used]
     lengths, trains = [int(at[-1]) for at in picked], torch.is_grad_enabled()
     replays = routes is not None and routes.replays
     sharing = (share or not trains) and not replays and why_not_shared(model, trains=trains) is None
@@ -353,8 +365,8 @@ def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
     """Raises `ConfigError` for rows that the model cannot score, by their index."""
     vocabulary, limit = model.vocab_size, model.max_positions
     for index, row in enumerate(rows):
-        ids = row.token_ids
-        if not is_ids(ids):
+        ids, tokens = row.token_ids, row.tokens
+        if not is_ids(tokens):
             raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
@@ -363,7 +375,7 @@ def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
         if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
             raise ConfigError(f"sequence {index} has position {last}; the model has {limit} positions, from 0 on")
         stops = row.sampling.stop_token_ids if row.sampling is not None else ()
-        if wrong := [id for id in (min(ids), max(ids), *stops) if not 0 <= id < vocabulary]:
+        if wrong := [id for id in (int(tokens.min()), int(tokens.max()), *stops) if not 0 <= id < vocabulary]:
             raise ConfigError(
                 f"sequence {index} has token id {wrong[0]}; the vocabulary's ids are 0 to {vocabulary - 1}"
             )

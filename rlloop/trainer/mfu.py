@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,8 +35,17 @@ def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((rate for substring, rate in PEAKS.items() if substring in name), None)
 
 
+_active: WeakKeyDictionary[Model, float] = WeakKeyDictionary()
+
+
 def active_weights(model: Model) -> float:
     """Weights that one token is multiplied with: chosen experts only, and no embedding that is only looked up."""
+    if model not in _active:
+        _active[model] = _counted(model)
+    return _active[model]
+
+
+def _counted(model: Model) -> float:
     config, shares = model.config, {}
     if config.mixture is not None:
         shares = {".experts.": config.mixture.routing.top_k / config.mixture.num_experts}

@@ -65,7 +65,7 @@ def test_a_gradient_of_queries_alone() -> None:
     leaves, tables = heads(7, 64, 4, 2, torch.float32)
     found = torch.autograd.grad(at_once(leaves, tables)[0].sum(), leaves)
     wanted = torch.autograd.grad(one_by_one(leaves, tables)[0].sum(), leaves, allow_unused=True)
-    assert torch.allclose(found[0], wanted[0])
+    assert torch.allclose(found[0], wanted[0], atol=1e-5)
     assert torch.allclose(found[2], wanted[2], atol=1e-5)
     assert found[1].count_nonzero() == found[3].count_nonzero() == 0
 

@@ -1,7 +1,7 @@
 """Matrix products whose every output is one float32 chain over ascending K.
 
 Tiles, and which operand is the tensor core's left one, leave the bits alone, so both follow the shape. Nothing splits
-K. Few rows have a kernel of their own (`small_batch_linear`). From `VENDOR_ROWS` rows on, cuBLAS does the work
+K. Few rows have a kernel of their own (`small_batch_linear`). Of more than `OUR_ROWS` rows cuBLAS does most of the work
 where it gives the same bits for that very shape, which is tried once on numbers that tell orders apart: its choice of
 kernel hangs on the shape alone, and with a bias on how far addresses are aligned.
 """
@@ -18,15 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import small_batch_tiles
-from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, rows_like, with_room
+from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, power_of_two, rows_like, with_room
 
 FEW_ROWS = 256
-VENDOR_ROWS = 128
+OUR_ROWS = 64  # up to so many rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where it has whole
+OUR_MULTIPLE = 128  # tiles, and where the weight has few numbers
+LARGE = 3 << 20
 MANY_ROWS = ROOMY
-STEPS = (128, ROOM)  # cuBLAS gets multiples of so many rows, fewer than `MANY_ROWS` and from there on: else every batch
-# would be a shape never tried. Of many rows it also gets what lies behind them in memory, to fill up a step; where
-# memory ends before, what is left over goes to our kernel.
-PADDED = 32  # likewise of more than `FEW_ROWS` and fewer than `MANY_ROWS`: an engine pads its steps to such multiples.
+# Of `MANY_ROWS` rows and more cuBLAS gets multiples of `ROOM`, and of fewer those that an engine pads its steps to:
+# else every batch would be a shape never tried. Of many rows it also gets what lies behind them in memory, to fill up
+# a multiple; where memory ends before, what is left over goes to our kernel. Fewer are copied to fill it up.
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 COMPARED = 1 << 26  # of our numbers at a time: a trial of a whole vocabulary would need twice its logits
@@ -222,34 +223,48 @@ def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, len(weight)
-    step = STEPS[1] if rows >= MANY_ROWS else PADDED if rows > FEW_ROWS else STEPS[0]
-    whole = rows // step * step  # the rows that cuBLAS can have
-    if few_rows(x, outputs):
+    small = rows % OUR_MULTIPLE == 0 or outputs * width < LARGE
+    if rows <= OUR_ROWS or outputs == 0 or not x.is_cuda or (small and few_rows(x, outputs)):
         return chain(x, weight, bias, dtype)
-    if whole >= VENDOR_ROWS and (rows == whole or rows >= MANY_ROWS) and outputs > 0:
-        x, weight = aligned(x), aligned(weight)
-        takes = bias is None or (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias))
+    x, weight = aligned(x), aligned(weight)
+    if bias is not None and not (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias)):
+        return chain(x, weight, bias, dtype)
 
-        def agrees(count: int) -> bool:
-            return vendor_agrees(count, outputs, width, x.dtype, dtype, x.get_device(), bias is not None)
+    def agrees(count: int) -> bool:
+        return vendor_agrees(count, outputs, width, x.dtype, dtype, x.get_device(), bias is not None)
 
-        if takes and rows > whole and (filled := with_room(x, whole + step)) is not None and agrees(whole + step):
-            out = rows_like(x, rows, outputs, dtype=dtype)
-            vendor(filled, weight, dtype, out=with_room(out, whole + step), bias=bias)
-            return out
-        if takes and agrees(whole):
-            if rows == whole:
-                return vendor(x, weight, dtype, bias=bias)
-            out = x.new_empty(rows, outputs, dtype=dtype)
-            vendor(x[:whole], weight, dtype, out=out[:whole], bias=bias)
-            chain(x[whole:], weight, bias, dtype, out=out[whole:])
-            return out
-        # Where cuBLAS splits K for so many rows it may not for some more, which rows are padded to.
-        most = min(rows + STEPS[0], MANY_ROWS + 1)
-        more = range(rows + step, most, step) if takes and step == PADDED else ()
-        if padded := next(filter(agrees, more), None):
-            return vendor(torch.cat([x, x[: padded - rows]]), weight, dtype, bias=bias)[:rows]
-    return chain(x, weight, bias, dtype)
+    if rows >= MANY_ROWS:
+        return _many_rows(x, weight, bias, dtype, agrees)
+    count = next(filter(agrees, paddings(rows)), 0)
+    if count > rows:
+        return vendor(torch.cat([x, x[: count - rows]]), weight, dtype, bias=bias)[:rows]
+    return vendor(x, weight, dtype, bias=bias) if count else chain(x, weight, bias, dtype)
+
+
+def paddings(rows: int) -> range:
+    """Numbers of rows that cuBLAS may get in place of 65 to 1,023: where it splits K for so many, it may not for some
+    more."""
+    step = min(32, power_of_two(rows) // 16)
+    return range(-(-rows // step) * step, min(rows + rows // 3, MANY_ROWS) + 1, step)
+
+
+def _many_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, agrees: Callable[[int], bool]
+) -> Tensor:
+    rows, outputs = len(x), len(weight)
+    whole = rows // ROOM * ROOM
+    if rows > whole and (filled := with_room(x, whole + ROOM)) is not None and agrees(whole + ROOM):
+        out = rows_like(x, rows, outputs, dtype=dtype)
+        vendor(filled, weight, dtype, out=with_room(out, whole + ROOM), bias=bias)
+        return out
+    if not agrees(whole):
+        return chain(x, weight, bias, dtype)
+    if rows == whole:
+        return vendor(x, weight, dtype, bias=bias)
+    out = x.new_empty(rows, outputs, dtype=dtype)
+    vendor(x[:whole], weight, dtype, out=out[:whole], bias=bias)
+    chain(x[whole:], weight, bias, dtype, out=out[whole:])
+    return out
 
 
 def _well_aligned(*tensors: Tensor) -> bool:
