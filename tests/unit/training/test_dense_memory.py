@@ -84,10 +84,10 @@ def test_what_gpus_measured(tokens: int, offloaded: bool, cp: int, measured: flo
 
 def test_chunks_of_logits_are_those_of_a_gpu() -> None:
     pytest.importorskip("triton", reason="the module has Triton's kernels")
-    from rlloop.numerics.kernels.triton import kept_logits, linear, token_logprob
+    from rlloop.numerics.kernels.triton import kept_logits, launch, token_logprob
 
     assert (
-        token_logprob.LOGITS_ROWS, token_logprob.LOGITS_BYTES, linear.STEPS[1], kept_logits.KEPT_BYTES,
+        token_logprob.LOGITS_ROWS, token_logprob.LOGITS_BYTES, launch.ROOM, kept_logits.KEPT_BYTES,
     ) == (
         dense_memory.LOGITS_ROWS, dense_memory.LOGITS_BYTES, dense_memory.STEP, dense_memory.KEPT_BYTES,
     )  # fmt: skip

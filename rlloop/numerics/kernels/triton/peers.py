@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.attention import attention, decodes
 from rlloop.numerics.kernels.triton.elementwise import rms_norm
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
-from rlloop.numerics.kernels.triton.linear import STEPS, few_rows, product
+from rlloop.numerics.kernels.triton.launch import EXACT, ROOM, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.linear import few_rows, product
 from rlloop.numerics.kernels.triton.meeting import Meeting, begin, meet, met, place
 from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
 from rlloop.numerics.layout import AttentionLayout
@@ -160,7 +160,7 @@ def gated_linear_into(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, addresse
     def made(rows: Tensor) -> tuple[Tensor, Tensor]:
         return product(rows, up, None, x.dtype), product(rows, gate, None, x.dtype)
 
-    split = len(x) // 2 // STEPS[1] * STEPS[1] if len(x) > WHOLE_ROWS else 0
+    split = len(x) // 2 // ROOM * ROOM if len(x) > WHOLE_ROWS else 0
     if split:
         first, main, side = made(x[:split]), torch.cuda.current_stream(), _side_stream(x.device)
         side.wait_stream(main)

@@ -11,7 +11,7 @@ from rlloop.numerics.kernels.terms import Optional4, rows_of, terms_gradients
 from rlloop.numerics.kernels.triton import linear as products
 from rlloop.numerics.kernels.triton.adapted import PRODUCTS, continued
 from rlloop.numerics.kernels.triton.distribution import Part, Processing, Rows
-from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.launch import ROOM, aligned
 
 LOGITS_ROWS = 2048  # at a time at most, in whole steps of what cuBLAS gets
 LOGITS_BYTES = 2 << 30
@@ -19,7 +19,7 @@ LOGITS_BYTES = 2 << 30
 
 def logits_rows(vocabulary: int) -> int:
     step = min(LOGITS_ROWS, max(1, LOGITS_BYTES // (4 * vocabulary)))
-    return step // products.STEPS[1] * products.STEPS[1] or step
+    return step // ROOM * ROOM or step
 
 
 def _chunks(
