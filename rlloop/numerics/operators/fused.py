@@ -69,6 +69,7 @@ class _GatedDown(torch.autograd.Function):
         if not ctx.needs_input_grad[2]:
             return *silu_mul_gradients(gate, up, by_inner), None
         of_gate, of_up, inner = _silu_mul_remade(gate, up, by_inner)
+        del by_inner
         return of_gate, of_up, product(grad, False, inner, False, gradient_type(weight))
 
 

@@ -222,7 +222,7 @@ def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
-    (rows, width), outputs = x.shape, len(weight)
+    (rows, width), outputs = x.shape, weight.shape[0]
     small = rows % OUR_MULTIPLE == 0 or outputs * width < LARGE
     if rows <= OUR_ROWS or outputs == 0 or not x.is_cuda or (small and few_rows(x, outputs)):
         return chain(x, weight, bias, dtype)
@@ -251,7 +251,7 @@ def paddings(rows: int) -> range:
 def _many_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, agrees: Callable[[int], bool]
 ) -> Tensor:
-    rows, outputs = len(x), len(weight)
+    rows, outputs = x.shape[0], weight.shape[0]
     whole = rows // ROOM * ROOM
     if rows > whole and (filled := with_room(x, whole + ROOM)) is not None and agrees(whole + ROOM):
         out = rows_like(x, rows, outputs, dtype=dtype)
