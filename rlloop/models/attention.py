@@ -116,7 +116,7 @@ class Attention(nn.Module):
     def _placed(self, q: Tensor, k: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Queries and keys, normed and rotated. [T, heads * head_dim] -> [T, heads, head_dim], of this rank's heads."""
         ops, (queries, groups) = step.ops, self.heads or (None, None)
-        at_once = self._plain and type(ops) is Ops  # subclasses depart, and traces look at each
+        at_once = self._plain and type(ops) is Ops  # subclasses depart, and `parity`'s `Trace` records each
         if at_once and self.q_norm is not None and self.k_norm is not None:
             q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
             norms = self.q_norm.scale, self.k_norm.scale

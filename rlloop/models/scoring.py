@@ -42,7 +42,7 @@ class ScoreRow:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """`token_ids` as an array, of what type they are."""
+        """`token_ids` in whatever type NumPy gives them."""
         return np.asarray(self.token_ids)
 
     @cached_property

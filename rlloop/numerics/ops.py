@@ -132,8 +132,8 @@ class Ops:
 
     def gated_down(self, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
         """`linear` of `silu_mul(gate, up)`, which is made again for its gradient instead of kept. None where that is
-        not made together with gradients. [T, F] each, [N, F] -> [T, N]."""
-        plain = type(self) is Ops and self._ranks == 1 and self.profile.linear == self.profile.activation == "rlloop"
+        not made together with gradients. Not of subclasses that depart. [T, F] each, [N, F] -> [T, N]."""
+        plain = self._ranks == 1 and self.profile.linear == self.profile.activation == "rlloop"
         if not plain or isinstance(weight, Fp8Weight) or is_packed(weight) or self.adapted(weight):
             return None
         return operators.gated_down(gate, up, weight)
@@ -143,7 +143,7 @@ class Ops:
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`rms_norm` of queries [T, H, D] and keys [T, G, D] by a weight [D] each, and then `rope`; differentiable."""
-        if type(self) is Ops and self.profile.rms_norm == self.profile.rope == "rlloop":
+        if self.profile.rms_norm == self.profile.rope == "rlloop":
             return operators.norm_rope(q, k, weights, eps, positions, cos, sin)
         q, k = (self.rms_norm(x, weight, eps)[0] for x, weight in zip((q, k), weights, strict=True))
         return self.rope(q, positions, cos, sin), self.rope(k, positions, cos, sin)

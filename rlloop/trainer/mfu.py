@@ -35,7 +35,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((rate for substring, rate in PEAKS.items() if substring in name), None)
 
 
-_active: WeakKeyDictionary[Model, float] = WeakKeyDictionary()
+_active: WeakKeyDictionary[Model, float] = WeakKeyDictionary()  # counting takes milliseconds, and is of each update
 
 
 def active_weights(model: Model) -> float:

@@ -1,5 +1,5 @@
 """Several operations in one kernel, with the bits of each alone: the part of `protocol.Kernels` that saves launches and
-memory traffic. What is None of a backend, operators make one by one.
+memory traffic. Where a backend has None, `operators` makes the operations one by one.
 """
 
 from __future__ import annotations

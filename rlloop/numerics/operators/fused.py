@@ -1,5 +1,5 @@
 """Several operations in one, for training: results have the bits of each alone, and fewer launches and less memory
-traffic make them."""
+traffic make them. Gradients may differ in their last bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _norm_rope = operator(
 def norm_rope(
     q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if kernels_for(q.device).norm_rope is None:
+    if getattr(kernels_for(q.device), "norm_rope", None) is None:
         turned = (rope(rms_norm(x, w, eps, None)[0], positions, cos, sin) for x, w in zip((q, k), weights, strict=True))
         return next(turned), next(turned)
     return _norm_rope(q, k, *weights, eps, positions, cos, sin)[:2]
@@ -80,4 +80,5 @@ _silu_mul_remade = operator(
 
 
 def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
-    return None if kernels_for(gate.device).silu_mul_remade is None else _GatedDown.apply(gate, up, weight)
+    made = getattr(kernels_for(gate.device), "silu_mul_remade", None)
+    return None if made is None else _GatedDown.apply(gate, up, weight)

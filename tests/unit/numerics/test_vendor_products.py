@@ -48,8 +48,9 @@ def drawn(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (64, [("ours", 64)]), (128, [("cuBLAS", 128)]), (130, [("ours", 130)]), (288, [("cuBLAS", 288)]),
-        (300, [("ours", 300)]), (1024, [("cuBLAS", 1024)]), (1100, [("cuBLAS", 1024), ("ours", 76)]),
+        (64, [("ours", 64)]), (65, [("cuBLAS", 72)]), (72, [("cuBLAS", 72)]), (128, [("cuBLAS", 128)]),
+        (130, [("cuBLAS", 144)]), (288, [("cuBLAS", 288)]), (300, [("cuBLAS", 320)]), (1000, [("cuBLAS", 1024)]),
+        (1023, [("cuBLAS", 1024)]), (1024, [("cuBLAS", 1024)]), (1100, [("cuBLAS", 1024), ("ours", 76)]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("biased", [True, False])
@@ -116,6 +117,29 @@ def test_rows_are_padded_to_rows_that_agree(calls, monkeypatch, agreed, taken):
     assert not calls
 
 
+@pytest.mark.parametrize(("rows", "large", "taken"), [
+    (200, False, ("ours", 200)), (200, True, ("cuBLAS", 208)), (128, True, ("ours", 128)), (256, True, ("ours", 256)),
+])  # fmt: skip
+def test_few_rows_stay_ours_where_they_fill_tiles_and_for_small_weights(calls, monkeypatch, rows, large, taken):
+    from rlloop.numerics.kernels.triton import linear
+
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: print)
+    monkeypatch.setattr(linear, "LARGE_WEIGHT", K * N if large else K * N + 1)
+    x, weight, _ = drawn(rows)
+    linear.product(x, weight, None, torch.bfloat16)
+    assert calls == [(*taken, False)]
+
+
+def test_an_engines_numbers_of_rows_need_no_copies():
+    from rlloop.numerics.kernels.triton.linear import paddings
+    from rlloop.rollout.engine.graph_sizes import rounded
+
+    for rows in range(65, 513):
+        steps = rounded(rows, finely=True)
+        assert next(iter(paddings(steps))) == steps
+        assert next(iter(paddings(rows))) == steps
+
+
 def test_rows_are_padded_to_no_shape_of_many_rows(calls, monkeypatch):
     from rlloop.numerics.kernels.triton import linear
 
@@ -126,12 +150,12 @@ def test_rows_are_padded_to_no_shape_of_many_rows(calls, monkeypatch):
     assert tried == [960, 992, 1024]
 
 
-def test_an_engines_steps_of_many_rows_are_cublass(calls):
+def test_an_engines_steps_of_more_rows_than_64_are_cublass(calls):
     from rlloop.numerics.kernels.triton.linear import product
 
     decodes = {each.rows for each in decode_forms(1024, [64], draws=True, finely=True)}
     prompts = {each.tokens for each in prompt_forms(256, 64, 1024, 2048)}
-    rows = sorted(each for each in decodes | prompts if each > 256)
+    rows = sorted(each for each in decodes | prompts if each > 64)
     assert len(rows) > 16
     for count in rows:
         x, weight, _ = drawn(count)

@@ -21,13 +21,15 @@ from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, power_of_two, rows_like, with_room
 
 FEW_ROWS = 256
-OUR_ROWS = 64  # up to so many rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where it has whole
-OUR_MULTIPLE = 128  # tiles, and where the weight has few numbers
-LARGE = 3 << 20
+# Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles, and
+# where a weight has fewer numbers than `LARGE_WEIGHT`.
+OUR_ROWS = 64
+OUR_MULTIPLE = 128
+LARGE_WEIGHT = 3 << 20
 MANY_ROWS = ROOMY
-# Of `MANY_ROWS` rows and more cuBLAS gets multiples of `ROOM`, and of fewer those that an engine pads its steps to:
-# else every batch would be a shape never tried. Of many rows it also gets what lies behind them in memory, to fill up
-# a multiple; where memory ends before, what is left over goes to our kernel. Fewer are copied to fill it up.
+# Of `MANY_ROWS` rows and more cuBLAS gets multiples of `ROOM`, of fewer those of `paddings`: else every batch would be
+# a shape never tried. Of many rows it also gets what lies behind them in memory, to fill up a multiple; where memory
+# ends before, what is left over goes to our kernel. Where there are fewer than `MANY_ROWS`, copies of rows fill it up.
 VENDOR_ALIGNMENT = 256  # bytes, beyond which cuBLAS does not look
 TRIED_OUTPUTS = 1 << 22  # numbers that a shape is tried on, if 8 draws make them
 COMPARED = 1 << 26  # of our numbers at a time: a trial of a whole vocabulary would need twice its logits
@@ -182,7 +184,7 @@ def vendor_agrees(
 ) -> bool:
     """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured."""
     key = (rows, outputs, width, dtype, out, device, biased)
-    if key not in _agreed and not torch.cuda.is_current_stream_capturing():
+    if key not in _agreed and device >= 0 and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)
         bits = torch.int16 if out.itemsize == 2 else torch.int32
         draws = max(1, min(8, TRIED_OUTPUTS // (rows * outputs)))
@@ -223,8 +225,8 @@ def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, weight.shape[0]
-    small = rows % OUR_MULTIPLE == 0 or outputs * width < LARGE
-    if rows <= OUR_ROWS or outputs == 0 or not x.is_cuda or (small and few_rows(x, outputs)):
+    small = rows % OUR_MULTIPLE == 0 or outputs * width < LARGE_WEIGHT
+    if rows <= OUR_ROWS or outputs == 0 or (small and few_rows(x, outputs)):
         return chain(x, weight, bias, dtype)
     x, weight = aligned(x), aligned(weight)
     if bias is not None and not (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias)):
@@ -242,8 +244,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def paddings(rows: int) -> range:
-    """Numbers of rows that cuBLAS may get in place of 65 to 1,023: where it splits K for so many, it may not for some
-    more."""
+    """Numbers of rows that cuBLAS may get in place of 65 to 1,023: multiples of 8, 16 or 32, to which an engine pads
+    its steps (`graph_sizes.rounded`, finely), up to a third more: where it splits K for so many it may not for more."""
     step = min(32, power_of_two(rows) // 16)
     return range(-(-rows // step) * step, min(rows + rows // 3, MANY_ROWS) + 1, step)
 

@@ -1,5 +1,5 @@
 """Norms and rotations of queries and keys in training, forward and backward, in one kernel each. Results have the bits
-of `rms_norm` and `rope`, one after the other."""
+of `rms_norm` and `rope`, one after the other; gradients repeat theirs, which may differ in their last bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def norm_rope(
         block = power_of_two(width, 2)
         height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
         _norm_rope[(triton.cdiv(tokens * max(heads, groups), height), 2)](
-            q, k, aligned(q_weight), aligned(k_weight), positions.contiguous(), cos.contiguous(), sin.contiguous(),
+            q, k, aligned(q_weight), aligned(k_weight), positions.contiguous(), aligned(cos), aligned(sin),
             *outputs, *scales, tokens, eps, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height,
             num_warps=4, **EXACT,
         )  # fmt: skip
@@ -109,8 +109,8 @@ def norm_rope_backward(
     block, height, programs = backward_tiles(tokens * max(heads, groups), width)
     weight_parts = torch.empty(2, programs, width, device=q.device)
     _norm_rope_backward[(programs, 2)](
-        q, k, aligned(q_weight), aligned(k_weight), q_scales, k_scales, positions.contiguous(), cos.contiguous(),
-        sin.contiguous(), aligned(grad_q), aligned(grad_k), *outputs, weight_parts, tokens, HEADS=heads, GROUPS=groups,
+        q, k, aligned(q_weight), aligned(k_weight), q_scales, k_scales, positions.contiguous(), aligned(cos),
+        aligned(sin), aligned(grad_q), aligned(grad_k), *outputs, weight_parts, tokens, HEADS=heads, GROUPS=groups,
         WIDTH=width, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
     )  # fmt: skip
     of_q, of_k = weight_parts.sum(1).to(q_weight.dtype)
