@@ -118,12 +118,10 @@ class Attention(nn.Module):
         ops, (queries, groups) = step.ops, self.heads or (None, None)
         at_once = self._plain and type(ops) is Ops  # subclasses depart, and `parity`'s `Trace` records each
         if at_once and self.q_norm is not None and self.k_norm is not None:
-            q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
-            norms = self.q_norm.scale, self.k_norm.scale
-            if not torch.is_grad_enabled():
-                return ops.norm_rope(q, k, norms, self.eps, step.positions, *step.rope)
-            q, k = gathered(q, queries, 1), gathered(k, groups, 1)  # a weight's gradient is a sum over all heads
-            q, k = ops.norm_rope(q, k, norms, self.eps, step.positions, *step.rope)
+            if not torch.is_grad_enabled():  # else all heads: a weight's gradient is a sum over them
+                queries = groups = None
+            q, k = (gathered(x.unflatten(-1, (-1, self.head_dim)), of, 1) for x, of in ((q, queries), (k, groups)))
+            q, k = ops.norm_rope(q, k, (self.q_norm.scale, self.k_norm.scale), self.eps, step.positions, *step.rope)
             return taken(q, queries, 1), taken(k, groups, 1)
         q, k = self._normed(q, self.q_norm, queries, ops), self._normed(k, self.k_norm, groups, ops)
         return self._rotated(q, step), self._rotated(k, step)

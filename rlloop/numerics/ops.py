@@ -143,7 +143,8 @@ class Ops:
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`rms_norm` of queries [T, H, D] and keys [T, G, D] by a weight [D] each, and then `rope`; differentiable."""
-        if self.profile.rms_norm == self.profile.rope == "rlloop":
+        made = getattr(kernels_for(q.device), "norm_rope", None) is not None
+        if made and self.profile.rms_norm == self.profile.rope == "rlloop":
             return operators.norm_rope(q, k, weights, eps, positions, cos, sin)
         q, k = (self.rms_norm(x, weight, eps)[0] for x, weight in zip((q, k), weights, strict=True))
         return self.rope(q, positions, cos, sin), self.rope(k, positions, cos, sin)

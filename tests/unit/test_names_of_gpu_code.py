@@ -72,7 +72,6 @@ def test_every_name_exists(file: Path) -> None:
 
 def test_names_that_do_not_exist_are_found() -> None:
     place = "rlloop.numerics.kernels.triton"
-    text = (
-        f"from {place} import linear as products\nfrom {place}.launch import ROOM, STEPS\nproducts.ROOM, products.STEPS"
-    )
-    assert missing(text) == [f"{place}.launch.STEPS", f"{place}.linear.STEPS"]
+    text = f"from {place} import linear as a\nfrom {place}.launch import ROOM, STEPS\na.ROOM, a.STEPS, a.draws"
+    assert missing(text) == [f"{place}.launch.STEPS", f"{place}.linear.STEPS", f"{place}.linear.draws"]
+    assert missing("from rlloop.nowhere import nothing") == ["rlloop.nowhere.nothing"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlloop.numerics.kernels import kernels_for
-from rlloop.numerics.operators.elementwise import rms_norm, rope, silu_mul, silu_mul_gradients
+from rlloop.numerics.operators.elementwise import silu_mul, silu_mul_gradients
 from rlloop.numerics.operators.library import operator
 from rlloop.numerics.operators.products import gradient_type, linear, product
 
@@ -47,9 +47,6 @@ _norm_rope = operator(
 def norm_rope(
     q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, positions: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if getattr(kernels_for(q.device), "norm_rope", None) is None:
-        turned = (rope(rms_norm(x, w, eps, None)[0], positions, cos, sin) for x, w in zip((q, k), weights, strict=True))
-        return next(turned), next(turned)
     return _norm_rope(q, k, *weights, eps, positions, cos, sin)[:2]
 
 

@@ -86,6 +86,13 @@ def rms_norm(
     return out, stream, scales
 
 
+@triton.jit
+def norm_gradient(normed, grad_out, gain, scale, WIDTH: tl.constexpr):
+    """scale (g - n mean(g n)), with n the normed rows, scale [rows, 1] what normed them and g = grad_out * gain."""
+    slope = grad_out * gain[None, :]
+    return scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward(
     stream, weight, scales, grad, grad_stream, grad_x, weight_parts, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -102,8 +109,7 @@ def _rms_norm_backward(
         normed = tl.load(stream + at, inside, 0.0).to(tl.float32) * scale
         grad_out = tl.load(grad + at, inside, 0.0).to(tl.float32)
         total += grad_out * normed
-        slope = grad_out * gain[None, :]
-        gradient = scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
+        gradient = norm_gradient(normed, grad_out, gain, scale, WIDTH)
         if HAS_GRAD_STREAM:
             gradient += tl.load(grad_stream + at, inside, 0.0).to(tl.float32)
         tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), inside)

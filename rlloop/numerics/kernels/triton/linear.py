@@ -182,7 +182,8 @@ _agreed: dict[tuple, bool] = {}
 def vendor_agrees(
     rows: int, outputs: int, width: int, dtype: torch.dtype, out: torch.dtype, device: int, biased: bool = False
 ) -> bool:
-    """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured."""
+    """True if cuBLAS gives our bits for this shape. Tried once a process; never while a graph is captured, nor on a CPU
+    (`device` −1, in Triton's interpreter)."""
     key = (rows, outputs, width, dtype, out, device, biased)
     if key not in _agreed and device >= 0 and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(f"cuda:{device}").manual_seed(0)

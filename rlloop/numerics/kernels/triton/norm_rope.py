@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles
+from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles, norm_gradient
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
 from rlloop.numerics.kernels.triton.qkv_cache_write import turned
 
@@ -75,8 +75,7 @@ def _gradients(
         scale = tl.load(scales + row, row < rows, 0.0)[:, None]
         normed = tl.load(x + at, inside, 0.0).to(tl.float32) * scale
         total += grad_out * normed
-        slope = grad_out * gain[None, :]
-        gradient = scale * (slope - normed * (tl.sum(slope * normed, 1) / WIDTH)[:, None])
+        gradient = norm_gradient(normed, grad_out, gain, scale, WIDTH)
         tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), inside)
     tl.store(weight_parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
 
