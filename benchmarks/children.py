@@ -165,9 +165,12 @@ def in_turns(
 
     `known` gets what one work made as soon as it is done, also if an interrupt (or SIGTERM) ends it after `LEAST`
     rounds or more. `ended` gets a child that ends, and the others go on; without it that raises `Ended`.
-    `ahead`: each child warms up, in all works, as soon as it is ready, while others still start."""
+    `ahead`: each child warms up, in all works, as soon as it is ready, while others still start; else the next work is
+    asked for when the one before it is done, so that a limit of time can end them (`cells.within`)."""
     found: dict[str, Rounds] = {}
-    left, works = list(children), list(works)
+    left = list(children)
+    if ahead:
+        works = list(works)
     warm = works if ahead else []
 
     def value(child: Child, of: Callable[[], Any]) -> Any:

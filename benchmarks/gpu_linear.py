@@ -1,8 +1,9 @@
 """The invariant matrix product beside cuBLAS and other invariant products, bfloat16: CUDA graphs, cold weights.
 
-    python benchmarks/gpu_linear.py [--rows 96 128 256 512 768] [--quick]
+    python benchmarks/gpu_linear.py [--rows 96 128 256 512 768] [--models 14B 32B] [--quick]
 
-Ours go through the kernels that models call. Shapes are those of Qwen3 0.6B, 8B and 30B-A3B (its attention and head).
+Ours go through the kernels that models call. Shapes are those of Qwen3 0.6B, 8B and 30B-A3B (its attention and head),
+and of 14B and 32B if they are named.
 Products follow one another on other inputs; of few rows, our next launch overlaps with the end of the one before.
 Up to 64 rows, batch_invariant_ops (its `matmul_persistent`) and vLLM's batch-invariant mode stand beside them, where
 they can be imported. On Hopper that mode is cuBLASLt without a workspace, so no split of K, in a process of its own.
@@ -17,7 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,10 @@ SHAPES = {  # model -> name -> (K, N)
     },
     "8B": {"q": (4096, 4096), "kv": (4096, 1024), "gate": (4096, 12288), "down": (12288, 4096), "head": (4096, 151936)},
     "30B-A3B": {"q": (2048, 4096), "kv": (2048, 512), "o": (4096, 2048), "head": (2048, 151936)},
+    "14B": {"q": (5120, 5120), "gate": (5120, 17408), "down": (17408, 5120)},
+    "32B": {"q": (5120, 8192), "o": (8192, 5120), "gate": (5120, 25600), "down": (25600, 5120)},
 }  # fmt: skip
+MODELS = ("0.6B", "8B", "30B-A3B")
 SMALL, MIDDLE, LARGE = (1, 8, 16, 32, 64), (96, 128, 256, 512, 768), (1024, 4096, 16384)
 QUICK = (16, 64, 256, 4096)
 VLLM = "vllm.model_executor.layers.batch_invariant"
@@ -65,9 +69,9 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-def cases(numbers: tuple[int, ...]) -> Iterator[Case]:
-    for model, shapes in SHAPES.items():
-        for name, (width, outputs) in shapes.items():
+def cases(numbers: tuple[int, ...], models: Sequence[str]) -> Iterator[Case]:
+    for model in models:
+        for name, (width, outputs) in SHAPES[model].items():
             yield from (Case(model, name, rows, width, outputs) for rows in numbers if rows * outputs < 1 << 31)
 
 
@@ -90,14 +94,14 @@ def times(case: Case, products: list[Product]) -> list[list[float]]:
     return seconds([[lambda x=x, w=w, f=f: f(x, w) for x, w in inputs] for f in products])
 
 
-def beside_cublas(numbers: tuple[int, ...]) -> list[Figure]:
+def beside_cublas(numbers: tuple[int, ...], models: Sequence[str]) -> list[Figure]:
     """A product beside cuBLAS, and beside batch_invariant_ops if it is installed."""
     peers: dict[str, Product] = {"cuBLAS": F.linear}
     if importlib.util.find_spec(THINKING):
         module = importlib.import_module(f"{THINKING}.{THINKING}")
         peers[THINKING] = lambda x, w: module.matmul_persistent(x, w.T)
     figures = []
-    for case in cases(numbers):
+    for case in cases(numbers, models):
         shown = peers if case.rows <= SMALL[-1] else {"cuBLAS": F.linear}
         mine, *others = times(case, [ours, *shown.values()])
         for peer, other in zip(shown, others, strict=True):
@@ -105,20 +109,21 @@ def beside_cublas(numbers: tuple[int, ...]) -> list[Figure]:
     return figures
 
 
-def in_vllm_s_mode(numbers: tuple[int, ...]) -> list[list[list[float]]]:
+def in_vllm_s_mode(numbers: tuple[int, ...], models: Sequence[str]) -> list[list[list[float]]]:
     """(ours, vLLM's) seconds of each case in each round. The mode is a setting of the whole process."""
     importlib.import_module(VLLM).enable_batch_invariant_mode()
-    return [times(case, [ours, F.linear]) for case in cases(numbers)]
+    return [times(case, [ours, F.linear]) for case in cases(numbers, models)]
 
 
-def beside_vllm(numbers: tuple[int, ...]) -> list[Figure]:
+def beside_vllm(numbers: tuple[int, ...], models: Sequence[str]) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "seconds.json")
-        subprocess.run([sys.executable, __file__, "--vllm", str(path), *map(str, numbers)], check=True)
+        command = [sys.executable, __file__, "--models", *models, "--vllm", str(path), *map(str, numbers)]
+        subprocess.run(command, check=True)
         measured = json.loads(path.read_text())
     return [
         case.figure("vLLM batch-invariant", mine, theirs, 1.0)
-        for case, (mine, theirs) in zip(cases(numbers), measured, strict=True)
+        for case, (mine, theirs) in zip(cases(numbers, models), measured, strict=True)
     ]
 
 
@@ -126,20 +131,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four numbers of rows, nothing recorded")
     parser.add_argument("--rows", type=int, nargs="+", help="record these numbers of rows beside the rest")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=MODELS, help="whose shapes")
     parser.add_argument("--vllm", nargs="+", help=argparse.SUPPRESS)  # the other process: a path, then numbers of rows
     args = parser.parse_args()
     need_gpus()
     with torch.inference_mode():
         if args.vllm:
             path, *numbers = args.vllm
-            Path(path).write_text(json.dumps(in_vllm_s_mode(tuple(map(int, numbers)))))
+            Path(path).write_text(json.dumps(in_vllm_s_mode(tuple(map(int, numbers)), args.models)))
             return
         numbers = tuple(args.rows or (QUICK if args.quick else SMALL + MIDDLE + LARGE))
-        figures = beside_cublas(numbers)
+        figures = beside_cublas(numbers, args.models)
     packages = ["triton"]
     few = tuple(rows for rows in numbers if rows <= SMALL[-1])
     if few and importlib.util.find_spec("vllm"):
-        figures += beside_vllm(few)
+        figures += beside_vllm(few, args.models)
         packages.append("vllm")
     report("gpu-linear", figures, packages=tuple(packages), write=not args.quick)
 

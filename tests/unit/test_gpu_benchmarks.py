@@ -314,7 +314,7 @@ def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, m
 
 def test_products_of_64_to_1024_rows_are_measured(module):
     linear = module("gpu_linear")
-    made = [*linear.cases(linear.MIDDLE)]
+    made = [*linear.cases(linear.MIDDLE, linear.MODELS)]
     assert sorted({case.rows for case in made}) == [96, 128, 256, 512, 768]
     assert len(made) == 5 * 15
     figure = made[0].figure("cuBLAS", [1e-6, 2e-6, 4e-6], [2e-6], 0.95)
@@ -529,6 +529,15 @@ def test_a_child_that_ends_is_left_out_and_says_why(module, tmp_path, capfd):
     assert {"on stdout", "ZeroDivisionError: division by zero"} <= {*(tmp_path / "log").read_text().splitlines()}
     with pytest.raises(children.Ended, match="bad ended with code 1"):
         children.in_turns(sides(), ["a"], 2)
+
+
+def test_sides_that_take_turns_begin_a_work_only_while_there_is_time(module, capsys):
+    children, cells = module("children"), module("cells")
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); from children import answer;"
+    side = children.Child("side", [sys.executable, "-c", f"{path} answer(lambda line: 1)"])
+    begun = cells.within({name: [name] for name in "abc"}, 10.0, clock=iter((0.0, 0.0, 4.0, 9.0)).__next__)
+    assert list(children.in_turns([side], begun, 1)) == ["a", "b"]
+    assert capsys.readouterr().err == "no time for the rest; go on with --cells c\n"
 
 
 def test_an_interrupted_work_keeps_the_rounds_that_ended(module, tmp_path):
