@@ -53,7 +53,9 @@ DENSE = Standing("yes", "CPU, GPU", "yes", CHECKS)
 RECURRENT = Standing("yes", "CPU, GPU", "yes", f"{CHECKS}; 8 layers of Nano's widths on an H200")
 STANDINGS = {  # by architecture
     "LlamaForCausalLM": replace(DENSE, proven=f"{CHECKS}; SmolLM2 trained on a GPU"),
-    "Qwen3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape on GPUs"),
+    "Qwen3ForCausalLM": replace(
+        DENSE, proven=f"{CHECKS}; RL of 79M, steps of an 8B shape and engines of all layers up to 32B on GPUs"
+    ),
     "Qwen3MoeForCausalLM": replace(DENSE, proven=f"{CHECKS}; a 10.6B shape on GPUs"),
     "DeepseekV3ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),
     "DeepseekV32ForCausalLM": replace(DENSE, proven=f"{CHECKS}; small sizes on GPUs"),

@@ -130,6 +130,18 @@ def test_few_rows_stay_ours_where_they_fill_tiles_and_for_small_weights(calls, m
     assert calls == [(*taken, False)]
 
 
+@pytest.mark.parametrize(("ours", "taken"), [(print, ("ours", 200)), (None, ("cuBLAS", 224))])
+def test_few_rows_are_ours_where_their_step_is_not_cublass(calls, monkeypatch, ours, taken):
+    from rlloop.numerics.kernels.triton import linear
+
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: ours)
+    monkeypatch.setattr(linear, "LARGE_WEIGHT", K * N)
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[0] != 208)
+    x, weight, _ = drawn(200)
+    linear.product(x, weight, None, torch.bfloat16)
+    assert calls == [(*taken, False)]
+
+
 def test_an_engines_numbers_of_rows_need_no_copies():
     from rlloop.numerics.kernels.triton.linear import paddings
     from rlloop.rollout.engine.graph_sizes import rounded

@@ -21,8 +21,8 @@ from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, power_of_two, rows_like, with_room
 
 FEW_ROWS = 256
-# Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles, and
-# where a weight has fewer numbers than `LARGE_WEIGHT`.
+# Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles,
+# where a weight has fewer numbers than `LARGE_WEIGHT`, and where cuBLAS has other bits for the step that rows fill up.
 OUR_ROWS = 64
 OUR_MULTIPLE = 128
 LARGE_WEIGHT = 3 << 20
@@ -238,7 +238,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
     if rows >= MANY_ROWS:
         return _many_rows(x, weight, bias, dtype, agrees)
-    count = next(filter(agrees, paddings(rows)), 0)
+    step, *more = paddings(rows)
+    count = step if agrees(step) else 0
+    if not count and few_rows(x, outputs):  # cuBLAS takes as long for more rows, or longer
+        return chain(x, weight, bias, dtype)
+    count = count or next(filter(agrees, more), 0)
     if count > rows:
         return vendor(torch.cat([x, x[: count - rows]]), weight, dtype, bias=bias)[:rows]
     return vendor(x, weight, dtype, bias=bias) if count else chain(x, weight, bias, dtype)
