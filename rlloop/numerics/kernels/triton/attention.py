@@ -29,8 +29,7 @@ from rlloop.numerics.kernels.triton.launch import (
     power_of_two,
     rows_like,
 )
-from rlloop.numerics.kernels.triton import segments
-from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE, WIDE_TILE
+from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
 from rlloop.numerics.layout import AttentionLayout
 
 AHEAD = 8  # parts of a softmax that are loaded before they are joined
@@ -55,7 +54,6 @@ WIDE = 256  # numbers of a value
 WIDE_HALF = Tiles(64, 8, 1)
 WIDE_FLOAT32 = Tiles(16, 8, 1)
 LOG2E = 1.4426950408889634
-SLACK = tl.constexpr(segments.SLACK)
 
 
 @triton.jit
@@ -72,25 +70,12 @@ def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _moved(top, highest):
-    """What masses are relative to: a score that is not much lower than the highest so far. Few tiles move it, and the
-    sums so far keep their scale under all others, as FlashAttention 4 does it."""
-    return tl.where(highest > top + SLACK, highest, top)
-
-
-@triton.jit
-def _flushed(x):
-    """Numbers below 2^-126 as 0, which is what additions in memory take them for."""
-    return tl.where(tl.abs(x) < 1.1754943508222875e-38, x * 0.0, x)
-
-
-@triton.jit
 def _join(top, total, sums, other_top, other_total, other_sums):
     """Joins two parts of one softmax. Shapes begin with the rows."""
-    highest = _moved(top, other_top)
+    highest = tl.maximum(top, other_top)
     fade, other_fade = tl.exp2(top - highest), tl.exp2(other_top - highest)
-    total = total * fade + other_total * other_fade
-    sums = _flushed(_flushed(sums * fade[:, None]) + _flushed(other_sums * other_fade[:, None]))
+    total = tl.fma(total, fade, other_total * other_fade)
+    sums = tl.fma(sums, tl.broadcast_to(fade[:, None], sums.shape), other_sums * other_fade[:, None])
     return highest, total, sums
 
 
@@ -148,7 +133,7 @@ def _tile(
         if WINDOW > 0:
             reads = reads & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(reads, scores, float("-inf"))
-    highest = _moved(top, tl.max(scores, 1) * scale)
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
     base = highest
     if WINDOW > 0:
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -363,8 +348,6 @@ def attention(
     sequences, blocks = block_start.shape
     single = causal and tokens == sequences
     segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
-    plain = q.dtype != torch.float32 and width == v_width and 64 <= width <= 128 and not window and sinks is None
-    tile = WIDE_TILE if plain else TILE
     form = 0 if segments == 1 or window else 2 if single else 1
     wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)
     if q.dtype == torch.float32:
@@ -386,7 +369,7 @@ def attention(
         )  # fmt: skip
     elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(
-            q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, tile,
+            q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
             SEGMENT, None if form == 2 else addresses, stride,
         )  # fmt: skip
     else:
@@ -394,9 +377,9 @@ def attention(
             q, k, v, v_step, query_start, context, block_start, lse if sinks is None else aligned(sinks), out, lse,
             part_sums, part_stats, sequences, blocks, block_size, segments, scale * LOG2E, HEADS=heads, GROUPS=groups,
             WIDTH=width, V_WIDTH=v_width, W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
-            REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=tile, SEGMENT=SEGMENT,
+            REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
             CONTIGUOUS=blocks == 1, WINDOW=window, SINKS=sinks is not None, ONE=one, FORM=form, CAUSAL=causal,
-            num_warps=tiles.warps, num_stages=min(tiles.stages, 2) if plain else tiles.stages, **EXACT,
+            num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
         )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, heads)](

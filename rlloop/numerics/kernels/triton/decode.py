@@ -14,15 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton import segments
 from rlloop.numerics.kernels.triton.launch import EXACT
 
 ROWS = 16  # of queries: heads that share a key-value head
 COLUMNS = 64  # of a copy: the accelerator swizzles rows of 128 bytes, in groups
 LEAST_PAGE = 8  # of so many
 WIDTHS = (64, 128, 256)
-COPIED = gl.constexpr(segments.TILE)  # keys of a copy: a tile, or half of one
-SLACK = gl.constexpr(segments.SLACK)
 
 
 def takes(q: Tensor, v: Tensor, v_step: int, block_size: int) -> bool:
@@ -51,10 +48,10 @@ def _tiles(PAGE, TILE, WIDTH):
 
 
 @gluon.jit
-def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr):
-    """First slots of the pages of half a tile; unused pages lie `beyond` the store, where copies read zeros."""
+def _slots(pages, tile, end, beyond, BLOCK: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr):
+    """First slots of a tile's pages; unused pages lie `beyond` the store, where copies read zeros."""
     slots = ()
-    for page in gl.static_range(COPIED // PAGE):
+    for page in gl.static_range(TILE // PAGE):
         first = tile + page * PAGE
         slot = gl.load(pages + first // BLOCK, first < end, 0) + first % BLOCK
         slots = slots + (gl.where(first < end, slot.to(gl.int32), beyond),)  # noqa: RUF005
@@ -80,54 +77,28 @@ def divided(sums, total):
 
 
 @gluon.jit
-def moved(top, highest):
-    """`attention._moved`."""
-    return gl.where(highest > top + SLACK, highest, top)
-
-
-@gluon.jit
-def _half_scores(query, keys, MMA: gl.constexpr):
-    right = keys.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
-    return mma_v2(query, right, gl.zeros((query.shape[0], COPIED), gl.float32, MMA), input_precision="ieee")
-
-
-@gluon.jit
 def _masses(query, keys, top, total, scale, left, MASKED: gl.constexpr, MMA: gl.constexpr):
     """(top, total, factor of the sums so far, masses of a tile's keys). `MASKED`: only the first `left` keys count."""
-    TILE: gl.constexpr = len(keys) * COPIED
-    scores = _half_scores(query, keys[0], MMA)
-    if len(keys) == 2:
-        both = gl.permute(gl.join(scores, _half_scores(query, keys[1], MMA)), (0, 2, 1))
-        scores = gl.convert_layout(gl.reshape(both, (query.shape[0], TILE)), MMA, assert_trivial=True)
+    TILE: gl.constexpr = keys.shape[0]
+    right = keys.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+    scores = mma_v2(query, right, gl.zeros((query.shape[0], TILE), gl.float32, MMA), input_precision="ieee")
     if MASKED:
         seen = gl.arange(0, TILE, gl.SliceLayout(0, MMA)) < left
         scores = gl.where(seen[None, :], scores, float("-inf"))
-    highest = moved(top, gl.max(scores, 1) * scale)
+    highest = gl.maximum(top, gl.max(scores, 1) * scale)
     masses = gl.exp2(gl.fma(scores, gl.full(scores.shape, scale, gl.float32, MMA), (-highest)[:, None]))
     fade = gl.exp2(top - highest)
     return highest, gl.fma(total, fade, gl.sum(masses, 1)), fade, masses
 
 
 @gluon.jit
-def _add_half(sums, masses, values, left, MASKED: gl.constexpr, MMA: gl.constexpr):
+def _add(sums, fade, masses, values, left, MASKED: gl.constexpr, MMA: gl.constexpr):
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     right = values.load(RIGHT)
     if MASKED:  # slots that were never written may hold NaN
-        right = gl.where((gl.arange(0, COPIED, gl.SliceLayout(1, RIGHT)) < left)[:, None], right, 0.0)
-    return mma_v2(gl.convert_layout(masses, gl.DotOperandLayout(0, MMA, 2)), right, sums, input_precision="ieee")
-
-
-@gluon.jit
-def _add(sums, fade, masses, values, left, MASKED: gl.constexpr, MMA: gl.constexpr):
-    sums = sums * fade[:, None]
-    masses = masses.to(values[0].dtype)
-    if len(values) == 1:
-        sums = _add_half(sums, masses, values[0], left, MASKED, MMA)
-    else:
-        first, second = gl.split(gl.permute(gl.reshape(masses, (masses.shape[0], 2, COPIED)), (0, 2, 1)))
-        sums = _add_half(sums, first, values[0], left, MASKED, MMA)
-        sums = _add_half(sums, second, values[1], left - COPIED, MASKED, MMA)
-    return sums
+        right = gl.where((gl.arange(0, values.shape[0], gl.SliceLayout(1, RIGHT)) < left)[:, None], right, 0.0)
+    left_side = gl.convert_layout(masses.to(values.dtype), gl.DotOperandLayout(0, MMA, 2))
+    return mma_v2(left_side, right, sums * fade[:, None], input_precision="ieee")
 
 
 @gluon.jit(do_not_specialize=["blocks", "segments", "beyond"])
@@ -141,10 +112,9 @@ def _decode(
     SHARE: gl.constexpr = HEADS // GROUPS
     PARTS: gl.constexpr = keys.block_shape[0]
     PAGE: gl.constexpr = keys.block_shape[1]
-    HALVES: gl.constexpr = TILE // COPIED
-    COPIES: gl.constexpr = [COPIED // PAGE, PARTS, PAGE, keys.block_shape[2]]
-    BYTES: gl.constexpr = COPIED * WIDTH * 2
-    TILES: gl.constexpr = _tiles(PAGE, COPIED, WIDTH)
+    COPIES: gl.constexpr = [TILE // PAGE, PARTS, PAGE, keys.block_shape[2]]
+    BYTES: gl.constexpr = TILE * WIDTH * 2
+    TILES: gl.constexpr = _tiles(PAGE, TILE, WIDTH)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     HALF: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     FLOAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
@@ -158,28 +128,18 @@ def _decode(
     if begin <= last:
         end, column_block = gl.minimum(begin + SEGMENT, last + 1), group * PARTS
         pages = block_start + sequence.to(gl.int64) * blocks
-        k_copies = ()
-        v_copies = ()
-        k_tile = ()
-        v_tile = ()
-        k_arrived = ()
-        v_arrived = ()
-        for half in gl.static_range(HALVES):
-            k_copies = k_copies + (gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout),)  # noqa: RUF005
-            v_copies = v_copies + (gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout),)  # noqa: RUF005
-            k_tile = k_tile + (k_copies[half]._reinterpret(keys.dtype, [COPIED, WIDTH], TILES),)  # noqa: RUF005
-            v_tile = v_tile + (v_copies[half]._reinterpret(keys.dtype, [COPIED, WIDTH], TILES),)  # noqa: RUF005
-            k_arrived = k_arrived + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
-            v_arrived = v_arrived + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
-            mbarrier.init(k_arrived[half], count=1)
-            mbarrier.init(v_arrived[half], count=1)
+        k_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
+        v_copies = gl.allocate_shared_memory(keys.dtype, COPIES, keys.layout)
+        k_tile = k_copies._reinterpret(keys.dtype, [TILE, WIDTH], TILES)
+        v_tile = v_copies._reinterpret(keys.dtype, [TILE, WIDTH], TILES)
+        k_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        v_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(k_arrived, count=1)
+        mbarrier.init(v_arrived, count=1)
         fence_async_shared()
-        slots = ()
-        for half in gl.static_range(HALVES):
-            first = begin + half * COPIED
-            slots = slots + (_slots(pages, first, end, beyond, BLOCK, PAGE),)  # noqa: RUF005
-            _copy(keys, k_copies[half], k_arrived[half], column_block, slots[half], first < end, BYTES)
-            _copy(values, v_copies[half], v_arrived[half], column_block, slots[half], first < end, BYTES)
+        slots = _slots(pages, begin, end, beyond, BLOCK, PAGE, TILE)
+        _copy(keys, k_copies, k_arrived, column_block, slots, True, BYTES)
+        _copy(values, v_copies, v_arrived, column_block, slots, True, BYTES)
         first_row = sequence.to(gl.int64) * HEADS + group * SHARE
         row, d = gl.arange(0, ROWS, gl.SliceLayout(1, HALF)), gl.arange(0, WIDTH, gl.SliceLayout(0, HALF))
         inside = gl.expand_dims(row < SHARE, 1) & gl.expand_dims(d < WIDTH, 0)
@@ -191,27 +151,17 @@ def _decode(
         whole, left = (end - begin) // TILE, (end - begin) % TILE
         for index in range(whole):
             tile = begin + (index + 1) * TILE
-            slots = ()
-            for half in gl.static_range(HALVES):
-                slots = slots + (_slots(pages, tile + half * COPIED, end, beyond, BLOCK, PAGE),)  # noqa: RUF005
-                mbarrier.wait(k_arrived[half], index & 1)
+            slots = _slots(pages, tile, end, beyond, BLOCK, PAGE, TILE)
+            mbarrier.wait(k_arrived, index & 1)
             top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, False, MMA)
-            for half in gl.static_range(HALVES):
-                wanted = tile + half * COPIED < end
-                _copy(keys, k_copies[half], k_arrived[half], column_block, slots[half], wanted, BYTES)
-                mbarrier.wait(v_arrived[half], index & 1)
+            _copy(keys, k_copies, k_arrived, column_block, slots, tile < end, BYTES)
+            mbarrier.wait(v_arrived, index & 1)
             sums = _add(sums, fade, masses, v_tile, left, False, MMA)
-            for half in gl.static_range(HALVES):
-                wanted = tile + half * COPIED < end
-                _copy(values, v_copies[half], v_arrived[half], column_block, slots[half], wanted, BYTES)
+            _copy(values, v_copies, v_arrived, column_block, slots, tile < end, BYTES)
         if left > 0:
-            for half in gl.static_range(HALVES):
-                if left > half * COPIED:
-                    mbarrier.wait(k_arrived[half], whole & 1)
+            mbarrier.wait(k_arrived, whole & 1)
             top, total, fade, masses = _masses(query, k_tile, top, total, scale, left, True, MMA)
-            for half in gl.static_range(HALVES):
-                if left > half * COPIED:
-                    mbarrier.wait(v_arrived[half], whole & 1)
+            mbarrier.wait(v_arrived, whole & 1)
             sums = _add(sums, fade, masses, v_tile, left, True, MMA)
         mine = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         if DIRECT:
@@ -249,7 +199,7 @@ def run(
     addresses: Tensor | None = None, stride: int = 0,
 ) -> None:  # fmt: skip
     """Decode as `attention` does: with one segment fills `out` and `lse`, with several the parts."""
-    (tokens, heads, width), groups, page = q.shape, v.shape[1], min(block_size, COPIED.value)
+    (tokens, heads, width), groups, page = q.shape, v.shape[1], min(block_size, tile)
     _decode[(groups, tokens, segments)](
         q, _described(k, page), _described(v, page), context, block_start, out, lse, part_sums, part_stats,
         block_start.shape[1], segments, len(k), scale, out if addresses is None else addresses, stride, HEADS=heads,

@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from rlloop.numerics.kernels.triton import segments
 
-TILE = gl.constexpr(segments.WIDE_TILE)
+TILE = gl.constexpr(segments.TILE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 WORKERS = gl.constexpr(2)  # warpgroups that multiply
-STAGES = gl.constexpr(2)  # tiles of keys and values on their way
+STAGES = gl.constexpr(4)  # tiles of keys and values on their way
 QUEUE = gl.constexpr(2)  # blocks of queries on their way
 LOADERS = gl.constexpr(128)  # threads that bring them
 FIELDS = gl.constexpr(5)  # of what is said of a block
@@ -57,8 +57,8 @@ def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, W: gl.constexpr, LAYO
 
 @gluon.jit
 def _fetch(
-    store, described, step, column, slots, start, pages, tile, end, full, into, WIDTH: gl.constexpr, W: gl.constexpr,
-    BOX: gl.constexpr, LAYOUT: gl.constexpr, PAGE: gl.constexpr,
+    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, W: gl.constexpr,
+    BOX: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read.
 
@@ -69,29 +69,14 @@ def _fetch(
         mbarrier.expect(full, TILE * W * 2)
         mbarrier.arrive(full, count=LOADERS - 1)
         for box in gl.static_range(TILE // BOX):
-            tma.async_copy_global_to_shared(described, [slots[box], column], full, into.slice(box * BOX, BOX, dim=0))
+            key = tile + box * BOX
+            slot = gl.load(pages + key // block_size).to(gl.int32) + key % block_size
+            tma.async_copy_global_to_shared(described, [slot, column], full, into.slice(box * BOX, BOX, dim=0))
     else:
         keys = tile + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-        if PAGE:
-            at = gl.load(pages + keys // PAGE, keys < end, 0) + keys % PAGE
-        else:
-            at = (start + keys).to(gl.int64)
-        _copy(store + column, at * step, keys < end, into, WIDTH, W, LAYOUT)
+        slots = gl.load(pages + keys // block_size, keys < end, 0) + keys % block_size
+        _copy(store + column, slots * step, keys < end, into, WIDTH, W, LAYOUT)
         async_copy.mbarrier_arrive(full, increment_count=False)
-
-
-@gluon.jit
-def _slots(start, pages, tile, end, BOX: gl.constexpr, PAGE: gl.constexpr):
-    """Rows of the store at which a tile's boxes begin."""
-    slots = ()
-    for box in gl.static_range(TILE // BOX):
-        key = tile + box * BOX
-        if PAGE:
-            slot = gl.load(pages + key // PAGE, key < end, 0).to(gl.int32) + key % PAGE
-        else:
-            slot = start + key
-        slots = slots + (slot,)  # noqa: RUF005
-    return slots
 
 
 @gluon.jit
@@ -115,12 +100,12 @@ def ordered(orders, queue_slot, field: gl.constexpr):
 @gluon.jit
 def bring(
     q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
-    tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
-    W: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PAGE: gl.constexpr,
+    block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
+    W: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, v_full, k_empty, v_empty, _turns = bars
+    q_full, q_empty, k_full, v_full, empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -145,22 +130,18 @@ def bring(
             end = offset + rows // SHARE
             last = last_key(begin, rows, offset, SHARE, CAUSAL)
             pages = block_start + sequence.to(gl.int64) * blocks
-            start = 0 if PAGE else gl.load(pages).to(gl.int32)
-            slots = _slots(start, pages, 0, end, BOX, PAGE)
             for tile in range(0, last + 1, TILE):
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
-                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.wait(empty.index(stage), phase)
                 _fetch(
-                    k, k_described, GROUPS * WIDTH, group * WIDTH, slots, start, pages, tile, end,
-                    k_full.index(stage), k_tiles.index(stage), WIDTH, W, BOX, LAYOUT, PAGE,
+                    k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
+                    k_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
                 )  # fmt: skip
-                mbarrier.wait(v_empty.index(stage), phase)
                 _fetch(
-                    v, v_described, v_step, group * WIDTH, slots, start, pages, tile, end,
-                    v_full.index(stage), v_tiles.index(stage), WIDTH, W, BOX, LAYOUT, PAGE,
+                    v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
+                    v_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
                 )  # fmt: skip
-                slots = _slots(start, pages, tile + TILE, end, BOX, PAGE)  # of the next: it waits for no other then
                 count += 1
         task = gl.num_programs(0) + gl.atomic_add(counter, 1)
     queue_slot = done % QUEUE
