@@ -80,9 +80,19 @@ def _cuda() -> Iterator[Line]:
     else:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         yield Line(True, "GPU", f"{names}; triton {_version('triton')}; dense, experts, latent and sparse attention")
+        yield from _hopper()
         for dtype in TYPES:
             broken = probe(ops_for(NumericsProfile()), dtype, "cuda")
             yield _zero_kld("GPU", dtype, broken, "alone, in a batch of any size, and decoded")
+
+
+def _hopper() -> Iterator[Line]:
+    """Kernels for Hopper GPUs that another Triton than theirs leaves out, with no other sign than a slower run."""
+    from rlloop.numerics.kernels.triton.launch import GLUON, gluon_runs
+
+    if torch.cuda.get_device_capability()[0] == 9 and not gluon_runs(torch.device("cuda")):
+        text = f"written for triton {GLUON}, which comes with PyTorch 2.11: off here, and slower ones run"
+        yield Line(False, "GPU, kernels for Hopper", text)
 
 
 def _vllm() -> Iterator[Line]:

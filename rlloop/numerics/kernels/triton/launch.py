@@ -11,12 +11,13 @@ from torch import Tensor
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # a * b + c is one rounding only where the source says fma
 ALIGNMENT = 16  # bytes
+GLUON = "3.6"  # the Triton that kernels in Gluon are written for; Gluon is experimental
 
 
 @functools.cache
 def gluon_runs(device: torch.device) -> bool:
-    """True if kernels in Gluon run there: it is experimental, so only with the Triton that they were written for."""
-    if device.type != "cuda" or not triton.__version__.startswith("3.6."):
+    """True if kernels in Gluon run there."""
+    if device.type != "cuda" or not triton.__version__.startswith(f"{GLUON}."):
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
