@@ -354,6 +354,9 @@ class _Server(uvicorn.Server):
         if self.ending is not None:
             self.ending()
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):  # whose clients do not read to the end
+            connection.transport.abort()
+        await asyncio.sleep(0)  # their sockets are closed then, and not only when they are collected
 
 
 def _server(app: App, listen: Listen, listener: Listener, ending: Callable[[], None] | None = None) -> uvicorn.Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import subprocess
@@ -117,6 +118,23 @@ def test_a_client_that_takes_nothing_of_its_answer_is_dropped(monkeypatch):
         monkeypatch.setattr(web, "STALL_SECONDS", 60.0)
         reply = httpx.get(f"{url}/large", trust_env=False, timeout=60)  # who takes it gets all of it
         assert reply.content == LARGE
+
+
+def test_a_server_that_ends_closes_the_connection_of_a_client_that_takes_nothing():
+    server = BackgroundServer(APP, Listen())
+    with connect(server.url) as line:
+        line.sendall(b"GET /large HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        taken = len(line.recv(1))
+        gc.disable()  # which would close it, at last
+        try:
+            server.close()
+            line.settimeout(20)
+            with suppress(ConnectionError):
+                while part := line.recv(1 << 20):
+                    taken += len(part)
+        finally:
+            gc.enable()
+    assert taken < len(LARGE)
 
 
 def test_where_there_is_no_room_who_waits_without_a_request_makes_it(monkeypatch, caplog):
