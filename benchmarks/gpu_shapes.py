@@ -139,6 +139,7 @@ def random_model(
     from rlloop.models.experts import BIAS
     from rlloop.models.layers import Norm
     from rlloop.models.ropes import RopeTable
+    from rlloop.models.weights import lay_end_to_end
     from rlloop.parallel.context import ParallelContext
 
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
@@ -161,6 +162,7 @@ def random_model(
         else:
             drawn = torch.randn(parameter.shape, device=place, dtype=kind, generator=generator)
             state[name] = drawn.mul_(parsed.initializer_range)
+    lay_end_to_end(state)
     model.load_state_dict(state, assign=True)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)

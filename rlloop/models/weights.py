@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlloop.errors import ConfigError, ModelError
 from rlloop.models import fp8
@@ -216,7 +216,7 @@ def _as_stored(state: Mapping[str, Tensor], stored: StoredWeights) -> dict[str, 
 
 def _assemble(
     config: ModelConfig,
-    state: Mapping[str, Tensor],
+    state: dict[str, Tensor],
     context: ParallelContext,
     profile: NumericsProfile | None,
     source: Path | None,
@@ -227,6 +227,7 @@ def _assemble(
     if in_8_bits:
         compute = state[EMBEDDING].dtype
         state = {name: fp8.quantised(name, x, compute) if name in in_8_bits else x for name, x in state.items()}
+    lay_end_to_end(state)
     model.load_state_dict(state, assign=True)
     for parameter in model.parameters():
         if is_packed(parameter):
@@ -235,6 +236,18 @@ def _assemble(
     model.source_path = source
     model.check_profile(model.profile)
     return model
+
+
+def lay_end_to_end(state: dict[str, Tensor]) -> None:
+    """Lays a layer's queries, keys and values, of 16 bits on a GPU, one behind the other in memory: one product can
+    make all three then, and of some hundred rows it takes down to half as long as three do."""
+    for name in [name for name in state if name.endswith("q_proj.weight")]:
+        names = [name.replace("q_proj", each) for each in ("q_proj", "k_proj", "v_proj")]
+        parts = [state[each] for each in names if each in state]
+        plain = all(type(part) in (Tensor, nn.Parameter) and part.is_cuda and part.itemsize == 2 for part in parts)
+        if len(parts) == 3 and plain:
+            whole = torch.cat([part.detach() for part in parts])
+            state.update(zip(names, whole.split([len(part) for part in parts]), strict=True))
 
 
 def usable_device(name: str | torch.device) -> torch.device:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from rlloop.models.weights import lay_end_to_end
+from rlloop.numerics.kernels.triton.multi_linear import end_to_end
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -39,6 +41,32 @@ def test_products_that_share_a_launch(width, outputs, dtype):
             x *= 0.01
             separate = OPS.silu_mul(OPS.linear(x, weights[0]), OPS.linear(x, up))
             assert same_bits(OPS.gated_linear(x, weights[0], up), separate), f"{rows} rows"
+
+
+@pytest.mark.parametrize(("width", "heads", "groups"), [(1024, 16, 8), (4096, 32, 8), (5120, 64, 8), (2560, 4, 2)])
+def test_queries_keys_and_values_by_one_product_reach_the_cache(width, heads, groups):
+    """Weights that lie end to end are one product, whose parts are read where they lie."""
+    torch.manual_seed(0)
+    sizes, most = (heads * 128, groups * 128, groups * 128), 600
+    apart = [draw(n, width) / width**0.5 for n in sizes]
+    laid = dict(zip([f"{name}_proj.weight" for name in "qkv"], apart, strict=True))
+    lay_end_to_end(laid)
+    together = [*laid.values()]
+    assert end_to_end(together) is not None
+    assert end_to_end(apart) is None
+    norms, angle = (draw(128), draw(128)), draw(most, 64, dtype=torch.float32)
+    rope = angle.cos(), angle.sin()
+    for rows in (1, 64, 65, 72, 96, 128, 160, 200, 256, 384, 512, 600):
+        x = draw(rows, width)
+        slots, positions = torch.randperm(most, device="cuda")[:rows], torch.arange(rows, device="cuda")
+        found = []
+        with torch.inference_mode():
+            for weights in (apart, together):
+                stores = [torch.zeros(most, groups, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+                q, k, v = (each.unflatten(-1, (-1, 128)) for each in OPS.qkv_linear(x, *weights))
+                q = OPS.qkv_cache_write(q, k, v, norms, 1e-6, positions, rope, slots, *stores)
+                found.append((q, *stores))
+        assert all(map(same_bits, *found)), f"{rows} rows"
 
 
 def test_nothing_is_fused_where_gradients_or_another_arithmetic_are_wanted():

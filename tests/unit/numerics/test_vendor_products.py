@@ -28,7 +28,7 @@ def calls(monkeypatch):
         return work
 
     vendor, chain = by("cuBLAS"), by("ours")
-    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: None)
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs, rows=None: None)
     monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[-1] in (True, False))
     monkeypatch.setattr(linear, "vendor", lambda x, w, dtype, out=None, bias=None: vendor(x, w, dtype, out, bias))
     monkeypatch.setattr(linear, "chain", lambda x, w, bias, dtype, out=None: chain(x, w, dtype, out, bias))
@@ -123,23 +123,68 @@ def test_rows_are_padded_to_rows_that_agree(calls, monkeypatch, agreed, taken):
 def test_few_rows_stay_ours_where_they_fill_tiles_and_for_small_weights(calls, monkeypatch, rows, large, taken):
     from rlloop.numerics.kernels.triton import linear
 
-    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: print)
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs, rows=None: print)
     monkeypatch.setattr(linear, "LARGE_WEIGHT", K * N if large else K * N + 1)
     x, weight, _ = drawn(rows)
     linear.product(x, weight, None, torch.bfloat16)
     assert calls == [(*taken, False)]
 
 
-@pytest.mark.parametrize(("ours", "taken"), [(print, ("ours", 200)), (None, ("cuBLAS", 224))])
-def test_few_rows_are_ours_where_their_step_is_not_cublass(calls, monkeypatch, ours, taken):
+@pytest.mark.parametrize(
+    ("rows", "ours", "agreed", "taken"),
+    [
+        (200, True, {224, 256}, ("cuBLAS", 224)), (200, True, {256}, ("ours", 256)), (200, False, {256}, ("cuBLAS", 256)),
+        (72, True, set(), ("ours", 128)), (150, True, {176, 208}, ("cuBLAS", 176)), (150, True, {192}, ("ours", 192)),
+    ],
+)  # fmt: skip
+def test_few_rows_are_ours_filled_up_where_their_steps_are_not_cublass(calls, monkeypatch, rows, ours, agreed, taken):
     from rlloop.numerics.kernels.triton import linear
 
-    monkeypatch.setattr(linear, "few_rows", lambda x, outputs: ours)
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs, rows=None: print if ours else None)
     monkeypatch.setattr(linear, "LARGE_WEIGHT", K * N)
-    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[0] != 208)
-    x, weight, _ = drawn(200)
-    linear.product(x, weight, None, torch.bfloat16)
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[0] in agreed)
+    x, weight, _ = drawn(rows)
+    out = linear.product(x, weight, None, torch.bfloat16)
     assert calls == [(*taken, False)]
+    assert torch.equal(out, (x.float() @ weight.float().T).bfloat16())
+
+
+def test_few_outputs_fill_tiles_of_ours_and_more_are_cublass(calls, monkeypatch):
+    from rlloop.numerics.kernels.triton import linear
+
+    monkeypatch.setattr(linear, "few_rows", lambda x, outputs, rows=None: print)
+    monkeypatch.setattr(linear, "LARGE_WEIGHT", K * N)
+    for most, taken in ((N, "ours"), (N - 1, "cuBLAS")):
+        monkeypatch.setattr(linear, "OUR_OUTPUTS", most)
+        x, weight, _ = drawn(128)
+        linear.product(x, weight, None, torch.bfloat16)
+        assert calls.pop() == (taken, 128, False)
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: False)
+    linear.product(drawn(200)[0], weight, None, torch.bfloat16)
+    assert calls == [("ours", 200, False)]  # many outputs and rows: not filled up, which would take as long as it saves
+
+
+def test_weights_that_lie_end_to_end_are_one_product_of_cublass(calls, monkeypatch):
+    from rlloop.numerics.kernels.triton import linear, multi_linear
+
+    def same(x: torch.Tensor) -> bool:
+        parts = [x.float() @ weight.float().T for weight in weights]
+        made = multi_linear.qkv_linear(x, *weights)
+        return all(torch.equal(a, b.bfloat16()) for a, b in zip(made, parts, strict=True))
+
+    weights = torch.randn(56, K).bfloat16().split([24, 16, 16])
+    whole = multi_linear.end_to_end(weights)
+    assert whole is not None
+    assert (whole.shape, whole.data_ptr()) == ((56, K), weights[0].data_ptr())
+    for others in (weights[:1] + weights[2:], weights[1:] + weights[:1], [each.clone() for each in weights]):
+        assert multi_linear.end_to_end(others) is None
+    x = torch.randn(300, K).bfloat16()
+    assert same(x)
+    assert calls == [("cuBLAS", 320, False)]
+    calls.clear()
+    monkeypatch.setattr(linear, "vendor_agrees", lambda *shape: shape[1] != 56)  # three agree, and one does not
+    assert same(x)
+    assert calls == [("cuBLAS", 320, False)] * 3
 
 
 def test_an_engines_numbers_of_rows_need_no_copies():

@@ -21,10 +21,13 @@ from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, power_of_two, rows_like, with_room
 
 FEW_ROWS = 256
-# Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles,
-# where a weight has fewer numbers than `LARGE_WEIGHT`, and where cuBLAS has other bits for the step that rows fill up.
+# Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles and
+# outputs are at most `OUR_OUTPUTS`, where a weight has fewer numbers than `LARGE_WEIGHT`, and where cuBLAS has other
+# bits, since it splits K. Up to `FILLED_ROWS` rows are filled up to a multiple of `OUR_ROWS` for it: 72 rows, where a
+# tile reaches beyond their end, took up to a third longer than 128 on an H200.
 OUR_ROWS = 64
-OUR_MULTIPLE = 128
+OUR_MULTIPLE, OUR_OUTPUTS = 128, 4096
+FILLED_ROWS = 192
 LARGE_WEIGHT = 3 << 20
 MANY_ROWS = ROOMY
 # Of `MANY_ROWS` rows and more cuBLAS gets multiples of `ROOM`, of fewer those of `paddings`: else every batch would be
@@ -126,9 +129,10 @@ def _linear(
         tl.store(tl.multiple_of(tl.load(addresses + index).to(out.dtype), 16) + at, sums, inside)
 
 
-def few_rows(x: Tensor, outputs: int) -> Callable[..., None] | None:
-    """The kernel for few rows, or None: it copies 16-bit rows that begin at multiples of 16 bytes."""
-    rows, width = x.shape
+def few_rows(x: Tensor, outputs: int, rows: int | None = None) -> Callable[..., None] | None:
+    """The kernel for few rows (those of x, or so many), or None: it copies rows of 16-bit numbers that begin at
+    multiples of 16 bytes."""
+    rows, width = rows or len(x), x.shape[1]
     if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
         return None
     from rlloop.numerics.kernels.triton import small_batch_linear
@@ -226,26 +230,42 @@ def _spread(outputs: int, dtype: torch.dtype, generator: torch.Generator) -> Ten
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N] in `dtype`."""
     (rows, width), outputs = x.shape, weight.shape[0]
-    small = rows % OUR_MULTIPLE == 0 or outputs * width < LARGE_WEIGHT
+    small = (rows % OUR_MULTIPLE == 0 and outputs <= OUR_OUTPUTS) or outputs * width < LARGE_WEIGHT
     if rows <= OUR_ROWS or outputs == 0 or (small and few_rows(x, outputs)):
         return chain(x, weight, bias, dtype)
     x, weight = aligned(x), aligned(weight)
     if bias is not None and not (dtype == x.dtype == bias.dtype and _well_aligned(x, weight, bias)):
         return chain(x, weight, bias, dtype)
 
-    def agrees(count: int) -> bool:
-        return vendor_agrees(count, outputs, width, x.dtype, dtype, x.get_device(), bias is not None)
-
+    agrees = partial(_agrees, x, outputs, dtype, bias is not None)
     if rows >= MANY_ROWS:
         return _many_rows(x, weight, bias, dtype, agrees)
-    step, *more = paddings(rows)
-    count = step if agrees(step) else 0
-    if not count and few_rows(x, outputs):  # cuBLAS takes as long for more rows, or longer
-        return chain(x, weight, bias, dtype)
-    count = count or next(filter(agrees, more), 0)
-    if count > rows:
-        return vendor(torch.cat([x, x[: count - rows]]), weight, dtype, bias=bias)[:rows]
-    return vendor(x, weight, dtype, bias=bias) if count else chain(x, weight, bias, dtype)
+    full, counts = -(-rows // OUR_ROWS) * OUR_ROWS, paddings(rows)
+    filled = full if rows <= FILLED_ROWS or outputs <= OUR_OUTPUTS else rows
+    few = few_rows(x, outputs, filled)
+    # Of as many rows cuBLAS takes as long as our kernel, or longer.
+    count = next((each for each in counts if (not few or each == counts[0] or each < full) and agrees(each)), 0)
+    if count:
+        return _with_copies(lambda more: vendor(more, weight, dtype, bias=bias), x, count)
+    return _with_copies(lambda more: chain(more, weight, bias, dtype), x, filled if few else rows)
+
+
+def by_vendor(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x [T, K], T from 65 to 1,023, weight [N, K] -> [T, N] in the type of x, by cuBLAS; None if it has other bits."""
+    x = aligned(x)
+    count = next(filter(partial(_agrees, x, len(weight), x.dtype, False), paddings(len(x))), 0)
+    return _with_copies(lambda more: vendor(more, weight, x.dtype), x, count) if count else None
+
+
+def _agrees(x: Tensor, outputs: int, dtype: torch.dtype, biased: bool, count: int) -> bool:
+    """True if cuBLAS gives our bits for so many rows like those of x."""
+    return vendor_agrees(count, outputs, x.shape[1], x.dtype, dtype, x.get_device(), biased)
+
+
+def _with_copies(multiply: Callable[[Tensor], Tensor], x: Tensor, count: int) -> Tensor:
+    """`multiply` of x [T, K], filled up to so many rows by copies of its own, of which T are at least half."""
+    rows = len(x)
+    return multiply(torch.cat([x, x[: count - rows]]))[:rows] if count > rows else multiply(x)
 
 
 def paddings(rows: int) -> range:

@@ -5,7 +5,7 @@ One projection of some hundred rows is too little work for a whole GPU; several 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.elementwise import silu_mul
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, gluon_runs
-from rlloop.numerics.kernels.triton.linear import product
+from rlloop.numerics.kernels.triton.linear import MANY_ROWS, OUR_ROWS, by_vendor, product
 
 
 class Tiles(NamedTuple):
@@ -110,8 +110,12 @@ def _gated(
 def qkv_linear(
     x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dtype` of the outputs; None: that of x."""
+    """`dtype` of the outputs; None: that of x. They may be parts of one tensor [T, N]."""
     weights, dtype = (q_weight, k_weight, v_weight), dtype or x.dtype
+    whole = end_to_end(weights) if dtype == x.dtype and OUR_ROWS < len(x) < MANY_ROWS else None
+    if whole is not None and (made := by_vendor(x, whole)) is not None:
+        one, other, last = made.split([len(weight) for weight in weights], 1)
+        return one, other, last
     if gluon_runs(x.device):
         from rlloop.numerics.kernels.triton import small_batch_linear as few
 
@@ -129,6 +133,17 @@ def qkv_linear(
         SWAPPED=tiles.swapped, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return one, other, last
+
+
+def end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
+    """Weights [N, K] as one, where they lie one behind the other in memory (`models.weights` lays them so)."""
+    first, at = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        one_memory = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not one_memory or weight.data_ptr() != at or weight.dtype != first.dtype or not weight.is_contiguous():
+            return None
+        at += weight.nbytes
+    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def few_rows_gated(x: Tensor, gate: Tensor, up: Tensor) -> Callable[..., None] | None:

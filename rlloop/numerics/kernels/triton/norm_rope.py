@@ -22,13 +22,13 @@ def _norm_rope(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(1) == 0:
         turned(
-            q, q_weight, positions, cos, sin, q_out, row, (row // HEADS).to(tl.int64), tokens * HEADS, eps, q_scales,
-            HEADS, WIDTH, BLOCK, True, True,
+            q, HEADS * WIDTH, q_weight, positions, cos, sin, q_out, row, (row // HEADS).to(tl.int64), tokens * HEADS,
+            eps, q_scales, HEADS, WIDTH, BLOCK, True, True,
         )  # fmt: skip
     elif tl.program_id(0) * ROWS < tokens * GROUPS:
         turned(
-            k, k_weight, positions, cos, sin, k_out, row, (row // GROUPS).to(tl.int64), tokens * GROUPS, eps, k_scales,
-            GROUPS, WIDTH, BLOCK, True, True,
+            k, GROUPS * WIDTH, k_weight, positions, cos, sin, k_out, row, (row // GROUPS).to(tl.int64), tokens * GROUPS,
+            eps, k_scales, GROUPS, WIDTH, BLOCK, True, True,
         )  # fmt: skip
 
 

@@ -3,24 +3,25 @@ those of `rms_norm` and `rope`, one after the other."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, hopper, power_of_two
 
 
 @triton.jit
 def turned(
-    x, weight, positions, cos, sin, out, row, target, rows, eps, scales, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, NORMED: tl.constexpr, KEPT: tl.constexpr,
+    x, STEP: tl.constexpr, weight, positions, cos, sin, out, row, target, rows, eps, scales, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads to their targets, tokens of `out`. KEPT: `scales` [rows] gets 1 / rms of each."""
+    """Rows of heads, of tokens STEP numbers apart, to their targets, tokens of `out`. KEPT: `scales` [rows] gets 1 /
+    rms of each."""
     HALF: tl.constexpr = WIDTH // 2
-    at, half = x + row.to(tl.int64)[:, None] * WIDTH, tl.arange(0, BLOCK // 2)
+    at = x + ((row // HEADS).to(tl.int64) * STEP + row % HEADS * WIDTH)[:, None]
+    half = tl.arange(0, BLOCK // 2)
     inside = (row < rows)[:, None] & (half < HALF)[None, :]
     low, high = tl.load(at + half[None, :], inside, 0.0), tl.load(at + HALF + half[None, :], inside, 0.0)
     if NORMED:
@@ -44,9 +45,9 @@ def turned(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _cache_write(
-    q, k, v, q_weight, k_weight, positions, cos, sin, slots, out, keys, values, tokens, eps, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr,
-    EARLY: tl.constexpr,
+    q, k, v, q_weight, k_weight, positions, cos, sin, slots, out, keys, values, tokens, eps, Q_STEP: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has rows of queries, of keys or of values."""
     if EARLY:
@@ -56,28 +57,38 @@ def _cache_write(
     if kind == 0:
         target = (row // HEADS).to(tl.int64)
         turned(
-            q, q_weight, positions, cos, sin, out, row, target, tokens * HEADS, eps, q, HEADS, WIDTH, BLOCK, NORMED,
-            False,
+            q, Q_STEP, q_weight, positions, cos, sin, out, row, target, tokens * HEADS, eps, q, HEADS, WIDTH, BLOCK,
+            NORMED, False,
         )  # fmt: skip
     elif tl.program_id(0) * ROWS < tokens * GROUPS:
         rows = tokens * GROUPS
         target = tl.load(slots + row // GROUPS, row < rows, 0)
         if kind == 1:
             turned(
-                k, k_weight, positions, cos, sin, keys, row, target, rows, eps, k, GROUPS, WIDTH, BLOCK, NORMED, False
+                k, K_STEP, k_weight, positions, cos, sin, keys, row, target, rows, eps, k, GROUPS, WIDTH, BLOCK, NORMED,
+                False,
             )  # fmt: skip
         else:
             column = tl.arange(0, BLOCK)[None, :]
             inside = (row < rows)[:, None] & (column < WIDTH)
-            moved = tl.load(v + row.to(tl.int64)[:, None] * WIDTH + column, inside, 0.0)
+            at = (row // GROUPS).to(tl.int64) * V_STEP + row % GROUPS * WIDTH
+            moved = tl.load(v + at[:, None] + column, inside, 0.0)
             tl.store(values + (target * GROUPS + row % GROUPS)[:, None] * WIDTH + column, moved, inside)
+
+
+def _apart(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, H, D] and the numbers from one token to the next: it may be a part of a wider tensor."""
+    step = x.stride(0)
+    if len(x) > 1 and x[0].is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and step * x.itemsize % ALIGNMENT == 0:
+        return x, step
+    return aligned(x), x.shape[1] * x.shape[2]
 
 
 def qkv_cache_write(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
     cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
-    q, k, v, out = aligned(q), aligned(k), aligned(v), torch.empty_like(q)
+    (q, q_step), (k, k_step), (v, v_step), out = _apart(q), _apart(k), _apart(v), q.new_empty(q.shape)
     (tokens, heads, width), groups, early = q.shape, k.shape[1], hopper(q.device)
     if tokens == 0:
         return out
@@ -86,8 +97,8 @@ def qkv_cache_write(
     height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
     _cache_write[(triton.cdiv(tokens * heads, height), 3)](
         q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
-        aligned(cos), aligned(sin), slots.contiguous(), out, keys, values, tokens, eps, HEADS=heads,
-        GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, EARLY=early, num_warps=4, launch_pdl=early,
-        **EXACT,
+        aligned(cos), aligned(sin), slots.contiguous(), out, keys, values, tokens, eps, Q_STEP=q_step, K_STEP=k_step,
+        V_STEP=v_step, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, EARLY=early,
+        num_warps=4, launch_pdl=early, **EXACT,
     )  # fmt: skip
     return out

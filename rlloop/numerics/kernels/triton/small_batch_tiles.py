@@ -37,11 +37,17 @@ TABLE = (  # (up to so many rows, outputs and K, the tiles). None: others are fa
     (64, None, 1024, Tiles(64, 64, 64, True, 6)),
     (64, None, None, Tiles(64, 128, 128, True, 4, early=False)),
     (128, 2048, None, Tiles(64, 32, 256, False, 4, part=32)),
-    (128, 8192, None, Tiles(64, 64, 128, True, 6, part=32)),
+    (128, 4096, None, Tiles(64, 64, 128, True, 6, part=32)),
+    (128, 8192, None, Tiles(128, 64, 64, True, 8, part=32)),
+    (192, 1024, None, Tiles(64, 32, 256, False, 4, part=32)),
+    (192, 3072, None, Tiles(64, 64, 128, True, 6, part=32)),
+    (192, 4096, None, Tiles(64, 128, 64, True, 8, part=32)),
+    (192, 8192, None, Tiles(64, 128, 128, True, 4, part=32)),
     (256, 1024, None, Tiles(64, 32, 256, False, 4, part=32)),
     (256, 2048, None, Tiles(64, 64, 128, True, 6, part=32)),
     (256, 3072, None, None),
     (256, 4096, None, Tiles(128, 64, 64, True, 8, part=32)),
+    (256, 8192, None, Tiles(128, 128, 64, True, 6, part=32)),
 )
 # The same, without K, for three weights end to end (their outputs together), and for a gate with what it scales.
 TABLE_END_TO_END = (
