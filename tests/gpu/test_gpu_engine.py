@@ -10,7 +10,7 @@ import torch
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import ScoreRow, redraw, token_logprobs
-from rlloop.numerics.kernels.triton.multi_linear import end_to_end
+from rlloop.numerics.kernels.triton.multi_linear import as_one
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
@@ -109,7 +109,7 @@ def test_as_many_requests_as_a_vendor_s_product_takes():
     model = model_of("bfloat16", hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, head_dim=128)
     for name, layer in model.named_modules():
         if name.endswith("self_attn"):
-            assert end_to_end([each.weight for each in (layer.q_proj, layer.k_proj, layer.v_proj)]) is not None
+            assert as_one([each.weight for each in (layer.q_proj, layer.k_proj, layer.v_proj)]) is not None
     rng = np.random.default_rng(2)
     prompts = [rng.integers(3, 5000, int(rng.integers(4, 40))).tolist() for _ in range(256)]
     sampling = [SamplingParams(12 if i % 2 else 24, seed=i, ignore_eos=True) for i in range(256)]

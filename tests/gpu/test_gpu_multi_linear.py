@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlloop.models.weights import lay_end_to_end
-from rlloop.numerics.kernels.triton.multi_linear import end_to_end
+from rlloop.numerics.kernels.triton.multi_linear import as_one
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -52,8 +52,8 @@ def test_queries_keys_and_values_by_one_product_reach_the_cache(width, heads, gr
     laid = dict(zip([f"{name}_proj.weight" for name in "qkv"], apart, strict=True))
     lay_end_to_end(laid)
     together = [*laid.values()]
-    assert end_to_end(together) is not None
-    assert end_to_end(apart) is None
+    assert as_one(together) is not None
+    assert as_one(apart) is None
     norms, angle = (draw(128), draw(128)), draw(most, 64, dtype=torch.float32)
     rope = angle.cos(), angle.sin()
     for rows in (1, 64, 65, 72, 96, 128, 160, 200, 256, 384, 512, 600):

@@ -173,11 +173,11 @@ def test_weights_that_lie_end_to_end_are_one_product_of_cublass(calls, monkeypat
         return all(torch.equal(a, b.bfloat16()) for a, b in zip(made, parts, strict=True))
 
     weights = torch.randn(56, K).bfloat16().split([24, 16, 16])
-    whole = multi_linear.end_to_end(weights)
+    whole = multi_linear.as_one(weights)
     assert whole is not None
     assert (whole.shape, whole.data_ptr()) == ((56, K), weights[0].data_ptr())
     for others in (weights[:1] + weights[2:], weights[1:] + weights[:1], [each.clone() for each in weights]):
-        assert multi_linear.end_to_end(others) is None
+        assert multi_linear.as_one(others) is None
     x = torch.randn(300, K).bfloat16()
     assert same(x)
     assert calls == [("cuBLAS", 320, False)]

@@ -112,7 +112,7 @@ def qkv_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`dtype` of the outputs; None: that of x. They may be parts of one tensor [T, N]."""
     weights, dtype = (q_weight, k_weight, v_weight), dtype or x.dtype
-    whole = end_to_end(weights) if dtype == x.dtype and OUR_ROWS < len(x) < MANY_ROWS else None
+    whole = as_one(weights) if dtype == x.dtype and OUR_ROWS < len(x) < MANY_ROWS else None
     if whole is not None and (made := by_vendor(x, whole)) is not None:
         one, other, last = made.split([len(weight) for weight in weights], 1)
         return one, other, last
@@ -135,8 +135,8 @@ def qkv_linear(
     return one, other, last
 
 
-def end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
-    """Weights [N, K] as one, where they lie one behind the other in memory (`models.weights` lays them so)."""
+def as_one(weights: Sequence[Tensor]) -> Tensor | None:
+    """Weights [N, K] as one, where they lie one behind the other in memory, as `models.attention` lays them."""
     first, at = weights[0], weights[0].data_ptr()
     for weight in weights:
         one_memory = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
