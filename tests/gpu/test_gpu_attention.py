@@ -1,5 +1,6 @@
 """One query's attention has the same bits decoded, prefilled, in chunks and in training, over any pages."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -222,3 +223,123 @@ def test_gradients_over_several_segments_are_autograd_s(shape, dtype):
     rounding = 0.0 if dtype == torch.float32 else 2**-7  # of one product of bfloat16 and the next
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b.to(dtype), rtol=1e-3 + rounding, atol=1e-4 + rounding * b.abs().max().item())
+
+
+AT = torch.arange(LENGTH)
+
+
+def leaps(*at: int, by: float = 80.0) -> torch.Tensor:
+    return torch.zeros(LENGTH).index_fill(0, torch.tensor(at), by)
+
+
+SCORES = {  # of keys, for powers of two
+    "grow": AT / 60,
+    "grow fast": AT / 4.0,  # every segment's sum exceeds its limit
+    "fall": -AT / 60,
+    "fall fast": -AT / 4.0,
+    "leap in the first tile": leaps(70),
+    "leap in a later tile": leaps(900),
+    "leap in a later segment's first tile": leaps(1030),
+    "leap in a later segment's later tile": leaps(1900),
+    "leap twice": leaps(900, 2300),
+    "leap at the last key": leaps(LENGTH - 1),
+    "leap far": leaps(500, by=3000.0),
+    "leap to just below the limit": leaps(900, by=63.0),
+}
+
+
+def exact(q, k, v, last, scale):
+    """In float64: queries [T, H, D] that read the keys up to `last` [T]."""
+    keys, values = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), keys) * scale
+    unseen = torch.arange(len(k), device="cuda") > last[:, None]
+    scores = scores.masked_fill(unseen, -math.inf)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), values), scores.logsumexp(-1).T
+
+
+def every_way(q, k, v, last, chunks, scale, gluon, monkeypatch):
+    """(out, lse) of all queries at once, of those at `last` decoded, and of `chunks`; the latter over pages of 16."""
+    from rlloop.numerics.kernels.triton import attention
+
+    with monkeypatch.context() as patch:
+        if not gluon:
+            patch.setattr(attention, "gluon_runs", lambda device: False)
+        length, (keys, values, starts) = len(k), paged(k, v, 16)
+        zero = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+        def over_pages(rows, counts, contexts):
+            start = torch.tensor([0, *counts], device="cuda").cumsum(0)
+            return attention.attention(q[rows], keys, values, start, contexts, starts.repeat(len(counts), 1), 16, scale)
+
+        whole = attention.attention(q, k, v, torch.tensor([0, length], device="cuda"), zero, zero[None], length, scale)
+        decoded = over_pages(last, [1] * len(last), last)
+        parts = [over_pages(slice(a, b), [b - a], torch.tensor([a], device="cuda")) for a, b in chunks]
+    return whole, decoded, parts
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 2, 128), torch.bfloat16), ((4, 1, 64), torch.float16)])
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_that_grow_fall_and_leap_have_one_set_of_bits(name, shape, dtype, monkeypatch):
+    """A segment's masses are relative to its first tile, unless they sum to too much."""
+    heads, groups, width = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(LENGTH, n, width, device="cuda", generator=generator) for n in (heads, groups, groups))
+    q, k, v = (x.to(dtype) for x in (0.1 * q, 0.1 * k, v))
+    q[..., 0], k[..., 0] = 8, SCORES[name].to("cuda", dtype)[:, None]
+    q[5::7, 0, 0] = 0  # some rows of a block do not leap
+    scale, last = 0.125 * math.log(2), torch.tensor(LAST, device="cuda")
+    chunks = [(0, 100), (1000, 1030), (2300, 2600)]
+    whole, decoded, parts = every_way(q, k, v, last, chunks, scale, True, monkeypatch)
+    for found in (every_way(q, k, v, last, chunks, scale, False, monkeypatch), (whole, decoded, parts)):
+        for index, what in enumerate(("values", "log-sum-exp")):
+            assert same_bits(found[0][index], whole[index]), f"{what}, plain"
+            assert same_bits(found[1][index], whole[index][last]), f"{what}, decoded"
+            for (begin, end), part in zip(chunks, found[2], strict=True):
+                assert same_bits(part[index], whole[index][begin:end]), f"{what}, chunk from {begin}"
+    some = torch.cat([last, torch.arange(880, 1100, device="cuda")])
+    out, lse = exact(q[some], k, v, some, scale)
+    torch.testing.assert_close(whole[0][some].double(), out, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(whole[1][some].double(), lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("leap", [0.0, 80.0])
+def test_contexts_around_8192_keys(leap, monkeypatch):
+    length = 8292
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(length, n, 128, device="cuda", generator=generator).bfloat16() for n in (2, 1, 1))
+    k[[700, 5000, 8191], 0, 0] += leap
+    last = torch.tensor([127, 128, 129, 1023, 1024, 8190, 8191, 8192, 8193, 8291], device="cuda")
+    chunks = [(8100, 8292), (4990, 5200)]
+    given = (q, k, v, last, chunks, 128**-0.5)
+    whole, decoded, parts = every_way(*given, True, monkeypatch)
+    other, plain_decoded, plain_parts = every_way(*given, False, monkeypatch)
+    for index in range(2):
+        assert same_bits(whole[index], other[index])
+        for each in (decoded, plain_decoded):
+            assert same_bits(each[index], whole[index][last])
+        for (begin, end), *both in zip(chunks, parts, plain_parts, strict=True):
+            assert all(same_bits(each[index], whole[index][begin:end]) for each in both), begin
+    torch.testing.assert_close(whole[0][last].double(), exact(q[last], k, v, last, 128**-0.5)[0], atol=0.02, rtol=0.02)
+
+
+def test_a_row_that_leaps_leaves_the_bits_of_its_neighbours(monkeypatch):
+    """Queries of one block of a prompt, and heads of one decoding sequence; the row itself has the same bits, too."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(LENGTH, n, 128, device="cuda", generator=generator).bfloat16() for n in (8, 2, 2))
+    q[..., 0], k[..., 0] = 0, leaps(200, 1900).cuda().bfloat16()[:, None]
+    other = q.clone()
+    other[2000, 1, 0], other[300, 7, 0] = 8, 8
+    last = torch.tensor([300, 1999, 2000, 2001], device="cuda")
+    calm, leapt, plain = (
+        every_way(x, k, v, last, [(1950, 2010)], 0.125 * math.log(2), gluon, monkeypatch)
+        for x, gluon in ((q, True), (other, True), (other, False))
+    )
+    changed = torch.zeros(LENGTH, 8, dtype=torch.bool, device="cuda")
+    changed[2000, 1] = changed[300, 7] = True
+    for index in range(2):
+        assert same_bits(calm[0][index][~changed], leapt[0][index][~changed])
+        assert not (calm[0][index][changed] == leapt[0][index][changed]).all()
+        for found in (leapt, plain):
+            assert same_bits(found[0][index], leapt[0][index])
+            assert same_bits(found[1][index], leapt[0][index][last])
+            assert same_bits(found[2][0][index], leapt[0][index][1950:2010])

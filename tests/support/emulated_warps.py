@@ -12,9 +12,10 @@ import threading
 from collections import deque
 from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import torch
 
-from rlloop.numerics.kernels.triton import decode, prefill, prefill_loads
+from rlloop.numerics.kernels.triton import decode, prefill, prefill_loads, prefill_sums
 from tests.support.emulated_gluon import GLUON, Pointer, Values, load, multiplied, nothing, values
 
 WARPGROUP = 128
@@ -115,6 +116,54 @@ class Warpgroups:
             raise self._failed[0]
 
 
+class Address(Pointer):
+    def to(self, dtype):
+        return values(0)
+
+
+class Memory:
+    """Sums, tops and totals that warpgroups keep in global memory, of each by the lowest of its addresses."""
+
+    def __init__(self):
+        self._kept = {}
+
+    def store(self, sums, kept):
+        self._kept[int(kept.min())] = sums.clone()
+
+    def add(self, sums, part_fade, fade, kept):
+        at = int(kept.min())
+        self._kept[at] = added(self._kept[at] * fade, sums * part_fade)
+
+    def load(self, kept, width):
+        assert kept.shape[1] == width
+        return self._kept[int(kept.min())].clone()
+
+    def put(self, part, at):
+        self._kept[int(at.min())] = [each.clone() for each in part]
+
+    def get(self, at):
+        return tuple(values(each.clone()) for each in self._kept[int(at.min())])
+
+
+def of_numpy(function):
+    """What Triton's interpreter computes."""
+
+    def of(x, **options):
+        with np.errstate(all="ignore"):
+            return values(torch.from_numpy(function(x.numpy(), **options)))
+
+    return of
+
+
+def flushed(x):
+    return torch.where(x.abs() < torch.finfo(x.dtype).tiny, x * 0, x)
+
+
+def added(a, b):
+    """An addition in memory."""
+    return values(flushed(flushed(a) + flushed(b)))
+
+
 class Product:
     def __init__(self, a, b, sums, use_acc=True):
         self._terms, self.value = (a, b, sums if use_acc else torch.zeros_like(sums)), None
@@ -172,21 +221,24 @@ class Kernel:
                 **vars(GLUON),
                 "allocate_shared_memory": shared,
                 "convert_layout": lambda x, layout: x,
-                "exp2": torch.exp2,
-                "log2": torch.log2,
+                "exp2": of_numpy(np.exp2),
+                "log2": of_numpy(np.log2),
                 "fma": lambda a, b, c: values((a.double() * b + c).float()),
                 "div_rn": torch.div,
-                "sum": lambda x, axis: x.sum(axis),
+                "sum": lambda x, axis: of_numpy(np.sum)(x, axis=axis),
                 "maximum": extreme("maximum"),
                 "minimum": extreme("minimum"),
                 "atomic_add": taken,
+                "reshape": lambda x, shape: x.reshape(shape),
+                "split": lambda x: x.unbind(-1),
                 "num_programs": lambda axis: values(self._programs),
                 "warp_specialize": lambda works, warps, registers: groups.run(works),
                 "constexpr": object,
                 **dict.fromkeys(("DotOperandLayout", "DistributedLinearLayout"), nothing),
             }
         )
-        names = {**vars(decode), **vars(prefill_loads), **vars(prefill), "_prefill": KERNEL}
+        modules = (decode, prefill_loads, prefill_sums, prefill)
+        names = {name: each for module in modules for name, each in vars(module).items()} | {"_prefill": KERNEL}
         names.update({name: each.value for name, each in names.items() if type(each).__name__ == "constexpr"})
         names.update(
             constants,
@@ -213,13 +265,17 @@ class Kernel:
         block = names["_block"]  # numbers of a kernel have `to`, those of Python do not
         names["divided"] = lambda sums, total: sums / total[:, None]  # it asks for layouts
         names["_block"] = lambda *given: tuple(map(values, block(*given)))
+        memory = Memory()
+        names.update(
+            _store=memory.store, _add=memory.add, _load=memory.load, _added=added, _put=memory.put, _get=memory.get
+        )
         self._gl, self._run, self._programs = gl, names["_prefill"], 1
 
     def __getitem__(self, grid):
         def launch(*given, num_warps, maxnreg, enable_fp_fusion, **constants):
             self._programs = int(grid[0])
             arguments = [
-                each if hasattr(each, "block_shape") else Pointer(each) if isinstance(each, torch.Tensor) else each
+                each if hasattr(each, "block_shape") else Address(each) if isinstance(each, torch.Tensor) else each
                 for each in given
             ]
             for program in range(self._programs):

@@ -34,6 +34,14 @@ def _wide(x: TensorHandle) -> np.ndarray:
     return x.data.astype(np.float32)
 
 
+def _fused(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, c: TensorHandle) -> TensorHandle:
+    """a * b + c, rounded once; the interpreter rounds twice."""
+    if c.data.dtype != np.float32:
+        return _fma(self, a, b, c)
+    return TensorHandle((a.data.astype(np.float64) * b.data + c.data).astype(np.float32), c.dtype.scalar)
+
+
+_fma = InterpreterBuilder.create_fma
 _patch_tensor = interpreter._patch_lang_tensor
 
 
@@ -57,5 +65,5 @@ def _nearest(self: InterpreterBuilder, source: TensorHandle, to: Any) -> TensorH
 
 np.seterr(all="ignore")  # a device does not warn
 InterpreterBuilder.create_dot, interpreter._patch_lang_tensor = _chain, _with_index
-InterpreterBuilder.cast_impl = _nearest
+InterpreterBuilder.cast_impl, InterpreterBuilder.create_fma = _nearest, _fused
 register_kernels("cpu", __name__, packages=("triton",))

@@ -14,6 +14,7 @@ CASES = {
     "logits": ["tests/support/emulated_logits.py"],
     "several operations": ["tests/support/emulated_fused.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
+    "decoding": ["tests/support/emulated_decode.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "ranks without tokens": ["tests/support/emulated_ranks.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],

@@ -1,9 +1,10 @@
 """Attention over ragged sequences: the same arithmetic for decode, prefill, chunked prefill, training and images.
 
-A query reads keys in tiles of 64 at absolute positions with an online softmax in float32, and begins anew every
-`SEGMENT` keys: a segment's (top, total, sums) joins those before it in ascending order. Decode over a long context
-gives each segment a program of its own and joins them afterwards; everything else joins them as it goes. A query's bits
-depend on itself and its keys alone. Queries of the heads that share a key-value head stand in one tile.
+A query reads keys in tiles at absolute positions, and its softmax, in float32, begins anew every `SEGMENT` keys: a
+segment's (top, total, sums) joins those before it in ascending order. `attention_tiles` says what a segment is. Decode
+over a long context gives each segment a program of its own and joins them afterwards; everything else joins them as it
+goes. A query's bits depend on itself and its keys alone. Queries of the heads that share a key-value head stand in one
+tile.
 
 The keys of a window are one part, which begins with the tile that has the first of them. A sink counts as a first key
 whose value is 0. Without causality (vision towers), every query reads the keys that a causal sequence's last one reads.
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rlloop.numerics.kernels.triton.attention_tiles import divided, fixed_segment, join, load_rows, segment
 from rlloop.numerics.kernels.triton.launch import (
     ALIGNMENT,
     EXACT,
@@ -27,12 +29,14 @@ from rlloop.numerics.kernels.triton.launch import (
     gluon_runs,
     hopper,
     power_of_two,
+    processors,
     rows_like,
 )
-from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE
+from rlloop.numerics.kernels.triton.segments import SEGMENT, TILE, fixed, limit
 from rlloop.numerics.layout import AttentionLayout
 
 AHEAD = 8  # parts of a softmax that are loaded before they are joined
+FLAGS = 1024  # blocks of queries of which a program asks at once whether they are to be computed anew
 
 
 class Tiles(NamedTuple):
@@ -70,121 +74,26 @@ def _find(starts, sequences, task, SHARE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _join(top, total, sums, other_top, other_total, other_sums):
-    """Joins two parts of one softmax. Shapes begin with the rows."""
-    highest = tl.maximum(top, other_top)
-    fade, other_fade = tl.exp2(top - highest), tl.exp2(other_top - highest)
-    total = tl.fma(total, fade, other_total * other_fade)
-    sums = tl.fma(sums, tl.broadcast_to(fade[:, None], sums.shape), other_sums * other_fade[:, None])
-    return highest, total, sums
+def _joined(top, total, sums, part_top, part_total, part, reached, LIMIT: tl.constexpr):
+    """Queries that come before the part's segment keep what they have."""
+    new_top, new_total, new_sums = join(top, total, sums, part_top, part_total, part, LIMIT)
+    top, total = tl.where(reached, new_top, top), tl.where(reached, new_total, total)
+    return top, total, tl.where(reached[:, None], new_sums, sums)
 
 
 @triton.jit
-def _divided(sums, total):
-    """sums / total, rows in front: by a row's reciprocal and what then is left over, which is the rounded quotient for
-    all but the smallest numbers, and a tenth of a division's instructions."""
-    inverse = tl.broadcast_to(tl.div_rn(tl.full(total.shape, 1.0, tl.float32), total)[:, None], sums.shape)
-    quotient = sums * inverse
-    return tl.fma(tl.fma(tl.broadcast_to(-total[:, None], sums.shape), quotient, sums), inverse, quotient)
-
-
-@triton.jit
-def _load_rows(base, offset, inside, WIDTH: tl.constexpr, W: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of WIDTH numbers at base + offset, as [rows, W]; zeros where not inside."""
-    d = tl.arange(0, W)
-    at = base + offset[:, None] + d[None, :]
-    if MASKED:
-        rows = tl.load(at, inside[:, None] & (d < WIDTH)[None, :], 0.0)
-    elif W == WIDTH:
-        rows = tl.load(at)
-    else:
-        rows = tl.load(at, tl.broadcast_to((d < WIDTH)[None, :], at.shape), 0.0)
-    return rows
-
-
-@triton.jit
-def _tile(
-    top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
-    REST: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys. `MASKED`: some query does not attend to all of them; with a WINDOW perhaps to none."""
-    lane = tl.arange(0, TILE)
-    key = tile + lane
-    seen = key <= last
-    if CONTIGUOUS:
-        key_base = k + ((start + tile) * GROUPS + group) * WIDTH
-        value_base = v + (start + tile) * v_step + group * V_WIDTH
-        key_at, value_at = lane * (GROUPS * WIDTH), lane * v_step
-    else:
-        slot = tl.load(blocks + key // block_size, seen, 0) + key % block_size
-        key_base, value_base = k, v
-        key_at, value_at = (slot * GROUPS + group) * WIDTH, slot * v_step + group * V_WIDTH
-    values = _load_rows(value_base, value_at, seen, V_WIDTH, VW, MASKED)
-    if REST == 0:
-        keys = _load_rows(key_base, key_at, seen, WIDTH, W, MASKED)
-        scores = tl.dot(q, keys.T, input_precision="ieee")
-    else:  # a key begins with its value
-        scores = tl.dot(q, values.T, input_precision="ieee")
-        keys = _load_rows(key_base + V_WIDTH, key_at, seen, WIDTH - V_WIDTH, REST, MASKED)
-        scores = tl.dot(rest, keys.T, scores, input_precision="ieee")
-    if MASKED:
-        reads = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            reads = reads & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(reads, scores, float("-inf"))
-    highest = tl.maximum(top, tl.max(scores, 1) * scale)
-    base = highest
-    if WINDOW > 0:
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-    masses = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), -base[:, None]))
-    fade = tl.exp2(top - base)
-    total = tl.fma(total, fade, tl.sum(masses, 1))
-    sums = tl.dot(masses.to(values.dtype), values, sums * fade[:, None], input_precision="ieee")
-    return highest, total, sums
-
-
-@triton.jit
-def _segment(
-    q, rest, k, v, v_step, blocks, block_size, group, position, first, last, begin, end, scale, top, total,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr,
-    REST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr,
-    ONE: tl.constexpr,
-):  # fmt: skip
-    """(top, total, sums) of the keys `begin` to `end` after `top` and `total`, for queries from position `first` to
-    `last`. `scale` is for powers of two."""
-    sums = tl.zeros((ROWS, VW), tl.float32)
-    start = tl.load(blocks)
-    masked = begin
-    if not ONE and WINDOW == 0:  # tiles that every query sees whole need no mask
-        masked = begin + tl.maximum(tl.minimum(first + 1, end) - begin, 0) // TILE * TILE
-        for tile in range(begin, masked, TILE):
-            top, total, sums = _tile(
-                top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
-                GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, WINDOW, False,
-            )  # fmt: skip
-    for tile in range(masked, end, TILE):
-        top, total, sums = _tile(
-            top, total, sums, q, rest, k, v, v_step, blocks, start, block_size, group, position, last, tile, scale,
-            GROUPS, WIDTH, V_WIDTH, W, VW, REST, TILE, CONTIGUOUS, WINDOW, True,
-        )  # fmt: skip
-    return top, total, sums
-
-
-@triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
-def _attention(
-    q, k, v, v_step, query_start, context, block_start, sinks, out, lse, part_sums, part_stats, sequences, blocks,
-    block_size, segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+def _queries(
+    task, group, at, q, k, v, v_step, query_start, context, block_start, sinks, out, lse, part_sums, part_stats,
+    sequences, blocks, block_size, segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    ONE: tl.constexpr, FORM: tl.constexpr, CAUSAL: tl.constexpr,
+    ONE: tl.constexpr, FORM: tl.constexpr, CAUSAL: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """`ONE`: a program for each sequence, which has few queries. `FORM`: 0, no context is longer than a segment;
-    1, segments join here; 2, each is a program, whose part goes to `part_sums` and `part_stats`. `REST`: keys are
-    values followed by so many numbers (padded); 0: they are something else. Not `CAUSAL`: the mask takes every
-    query for its sequence's last."""
+    """The block `task` of queries of a key-value head. `ONE`: of each sequence, which has few queries. `FORM`: 0, no
+    context is longer than a segment; 1, segments join here; 2, this is segment `at`, whose part goes to `part_sums` and
+    `part_stats`. `REST`: keys are values followed by so many numbers (padded); 0: they are something else. Not
+    `CAUSAL`: the mask takes every query for its sequence's last. `LIMIT`: 0 of the online softmax."""
     SHARE: tl.constexpr = HEADS // GROUPS
-    group, task = tl.program_id(1), tl.program_id(0)
     if ONE:
         sequence, chunk = task, 0
     else:
@@ -203,11 +112,11 @@ def _attention(
             last = offset + rows // SHARE - 1
             first, position = last, last + row * 0
         if REST == 0:
-            queries = _load_rows(q, index * WIDTH, row < rows, WIDTH, W, True)
+            queries = load_rows(q, index * WIDTH, row < rows, WIDTH, W, True)
             rest = queries
         else:
-            queries = _load_rows(q, index * WIDTH, row < rows, V_WIDTH, VW, True)
-            rest = _load_rows(q + V_WIDTH, index * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
+            queries = load_rows(q, index * WIDTH, row < rows, V_WIDTH, VW, True)
+            rest = load_rows(q + V_WIDTH, index * WIDTH, row < rows, WIDTH - V_WIDTH, REST, True)
         mine = block_start + sequence.to(tl.int64) * blocks
         none, nothing = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
         top, total = none, nothing
@@ -215,16 +124,21 @@ def _attention(
             top = tl.load(sinks + group * SHARE + row % SHARE).to(tl.float32) * 1.4426950408889634
             total = nothing + 1.0
         if FORM == 2:
-            segment = tl.program_id(2)
-            begin = segment * SEGMENT
+            begin = at * SEGMENT
             if begin <= last:
-                top, total = tl.where(segment == 0, top, none), tl.where(segment == 0, total, nothing)
-                top, total, sums = _segment(
-                    queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
-                    tl.minimum(begin + SEGMENT, last + 1), scale, top, total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS,
-                    TILE, CONTIGUOUS, WINDOW, ONE,
-                )  # fmt: skip
-                part_index = index * segments + segment
+                end = tl.minimum(begin + SEGMENT, last + 1)
+                if LIMIT > 0:
+                    top, total, sums = fixed_segment(
+                        queries, k, v, v_step, mine, block_size, group, position, first, last, begin, end, scale,
+                        GROUPS, WIDTH, W, ROWS, TILE, CONTIGUOUS, ONE, LIMIT,
+                    )  # fmt: skip
+                else:
+                    top, total = tl.where(at == 0, top, none), tl.where(at == 0, total, nothing)
+                    top, total, sums = segment(
+                        queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin, end, scale,
+                        top, total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
+                    )  # fmt: skip
+                part_index = index * segments + at
                 tl.store(
                     part_sums + part_index[:, None] * V_WIDTH + dv[None, :], sums,
                     (row < rows)[:, None] & (dv < V_WIDTH)[None, :],
@@ -232,36 +146,92 @@ def _attention(
                 tl.store(part_stats + part_index * 2, top, row < rows)
                 tl.store(part_stats + part_index * 2 + 1, total, row < rows)
         else:
-            lowest, end = 0, tl.minimum(SEGMENT, last + 1)
-            if WINDOW > 0:
-                lowest, end = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE, last + 1
-            top, total, sums = _segment(
-                queries, rest, k, v, v_step, mine, block_size, group, position, first, last, lowest, end, scale, top,
-                total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
-            )  # fmt: skip
-            if FORM == 1:
-                for begin in range(SEGMENT, last + 1, SEGMENT):
-                    part_top, part_total, segment_sums = _segment(
-                        queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
-                        tl.minimum(begin + SEGMENT, last + 1), scale, none, nothing, GROUPS, WIDTH, V_WIDTH, W, VW,
-                        REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
+            if LIMIT > 0:
+                if FORM == 0:
+                    top, total, sums = fixed_segment(
+                        queries, k, v, v_step, mine, block_size, group, position, first, last, 0, last + 1, scale,
+                        GROUPS, WIDTH, W, ROWS, TILE, CONTIGUOUS, ONE, LIMIT,
                     )  # fmt: skip
-                    # Queries that come before this segment keep what they have.
-                    new_top, new_total, new_sums = _join(top, total, sums, part_top, part_total, segment_sums)
-                    reached = position >= begin
-                    top, total = tl.where(reached, new_top, top), tl.where(reached, new_total, total)
-                    sums = tl.where(reached[:, None], new_sums, sums)
-            output = _divided(sums, total).to(out.dtype.element_ty)
+                else:
+                    sums = tl.zeros((ROWS, VW), tl.float32)
+                    for begin in range(0, last + 1, SEGMENT):
+                        part_top, part_total, part = fixed_segment(
+                            queries, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                            tl.minimum(begin + SEGMENT, last + 1), scale, GROUPS, WIDTH, W, ROWS, TILE, CONTIGUOUS, ONE,
+                            LIMIT,
+                        )  # fmt: skip
+                        alone = begin == 0
+                        top, total = tl.where(alone, part_top, top), tl.where(alone, part_total, total)
+                        sums = tl.where(alone, part, sums)
+                        top, total, sums = _joined(
+                            top, total, sums, part_top, part_total, part, (position >= begin) & (begin > 0), LIMIT
+                        )
+            else:
+                lowest, end = 0, tl.minimum(SEGMENT, last + 1)
+                if WINDOW > 0:
+                    lowest, end = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE, last + 1
+                top, total, sums = segment(
+                    queries, rest, k, v, v_step, mine, block_size, group, position, first, last, lowest, end, scale,
+                    top, total, GROUPS, WIDTH, V_WIDTH, W, VW, REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
+                )  # fmt: skip
+                if FORM == 1:
+                    for begin in range(SEGMENT, last + 1, SEGMENT):
+                        part_top, part_total, part = segment(
+                            queries, rest, k, v, v_step, mine, block_size, group, position, first, last, begin,
+                            tl.minimum(begin + SEGMENT, last + 1), scale, none, nothing, GROUPS, WIDTH, V_WIDTH, W, VW,
+                            REST, ROWS, TILE, CONTIGUOUS, WINDOW, ONE,
+                        )  # fmt: skip
+                        top, total, sums = _joined(
+                            top, total, sums, part_top, part_total, part, position >= begin, LIMIT
+                        )
+            output = divided(sums, total).to(out.dtype.element_ty)
             tl.store(
                 out + index[:, None] * V_WIDTH + dv[None, :], output, (row < rows)[:, None] & (dv < V_WIDTH)[None, :]
             )
             tl.store(lse + index, (top + tl.log2(total)) * 0.6931471805599453, row < rows)
 
 
+@triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "segments"])
+def _attention(
+    q, k, v, v_step, query_start, context, block_start, sinks, out, lse, part_sums, part_stats, sequences, blocks,
+    block_size, segments, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, W: tl.constexpr, VW: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    ONE: tl.constexpr, FORM: tl.constexpr, CAUSAL: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    _queries(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), q, k, v, v_step, query_start, context, block_start, sinks,
+        out, lse, part_sums, part_stats, sequences, blocks, block_size, segments, scale, HEADS, GROUPS, WIDTH, V_WIDTH,
+        W, VW, REST, ROWS, TILE, SEGMENT, CONTIGUOUS, WINDOW, SINKS, ONE, FORM, CAUSAL, LIMIT,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks", "block_size", "tasks"])
+def _anew(
+    flags, q, k, v, v_step, query_start, context, block_start, out, lse, sequences, blocks, block_size, tasks, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEGMENT: tl.constexpr, CONTIGUOUS: tl.constexpr, CAUSAL: tl.constexpr, LIMIT: tl.constexpr,
+    READ: tl.constexpr,
+):  # fmt: skip
+    """Computes the blocks whose flag `prefill` has set; `READ` flags are looked at together."""
+    programs = tl.num_programs(0)
+    for begin in range(tl.program_id(0), tasks, programs * READ):
+        mine = begin + tl.arange(0, READ) * programs
+        if tl.max(tl.load(flags + 1 + mine, mine < tasks, 0), 0) > 0:
+            for task in range(begin, tl.minimum(begin + programs * READ, tasks), programs):
+                if tl.load(flags + 1 + task) > 0:
+                    _queries(
+                        task // GROUPS, task % GROUPS, 0, q, k, v, v_step, query_start, context, block_start, lse, out,
+                        lse, lse, lse, sequences, blocks, block_size, 1, scale, HEADS, GROUPS, WIDTH, WIDTH, W, W, 0,
+                        ROWS, TILE, SEGMENT, CONTIGUOUS, 0, False, False, 1, CAUSAL, LIMIT,
+                    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["segments"])
 def _join_parts(
     part_sums, part_stats, context, out, lse, segments, addresses, stride, HEADS: tl.constexpr, V_WIDTH: tl.constexpr,
     VW: tl.constexpr, SEGMENT: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PLACES: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The parts of one head of a decoding sequence, in ascending order; `AHEAD` are read before the first is joined.
     `addresses` and `PLACES` as for `decode._decode`."""
@@ -281,11 +251,11 @@ def _join_parts(
             totals = totals + (tl.load(stats + segment * 2 + 1, segment < count, 0.0),)  # noqa: RUF005
             rows = rows + (tl.load(partials + segment * V_WIDTH, inside & (segment < count), 0.0),)  # noqa: RUF005
         for ahead in tl.static_range(AHEAD):
-            new_top, new_total, new_sums = _join(top, total, sums, tops[ahead], totals[ahead], rows[ahead])
+            new_top, new_total, new_sums = join(top, total, sums, tops[ahead], totals[ahead], rows[ahead], LIMIT)
             there = begin + ahead < count
             top, total = tl.where(there, new_top, top), tl.where(there, new_total, total)
             sums = tl.where(there, new_sums, sums)
-    output = _divided(sums, total).to(out.dtype.element_ty)
+    output = divided(sums, total).to(out.dtype.element_ty)
     if PLACES == 0:
         tl.store(out + index * V_WIDTH + d, output, inside)
     for place in tl.static_range(PLACES):
@@ -348,6 +318,7 @@ def attention(
     sequences, blocks = block_start.shape
     single = causal and tokens == sequences
     segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
+    most = limit(q.dtype) if fixed(q.dtype, width, v_width, window, sinks is not None) else 0.0
     form = 0 if segments == 1 or window else 2 if single else 1
     wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)
     if q.dtype == torch.float32:
@@ -364,13 +335,19 @@ def attention(
     part_sums, part_stats = (q.new_empty(x, dtype=torch.float32) for x in shapes) if form == 2 else (lse, lse)
     decode, prefill = _better_kernels(q.device) if not window and sinks is None else (None, None)
     if not single and prefill is not None and prefill.takes(q, k, v, v_step, blocks, block_size, causal):
-        prefill.run(
+        flags, flagged = prefill.run(
             q, k, v, v_step, query_start, context, block_start, block_size, scale * LOG2E, out, lse, causal,
+        )  # fmt: skip
+        _anew[(min(flagged, processors(q.device)),)](
+            flags, q, k, v, v_step, query_start, context, block_start, out, lse, sequences, blocks, block_size, flagged,
+            scale * LOG2E, HEADS=heads, GROUPS=groups, WIDTH=width, W=power_of_two(width), ROWS=LONG.rows, TILE=TILE,
+            SEGMENT=SEGMENT, CONTIGUOUS=blocks == 1, CAUSAL=causal, LIMIT=most, READ=FLAGS,
+            num_warps=LONG.warps, num_stages=LONG.stages, **EXACT,
         )  # fmt: skip
     elif single and decode is not None and decode.takes(q, v, v_step, block_size):
         decode.run(
             q, k, v, context, block_start, block_size, scale * LOG2E, out, lse, part_sums, part_stats, segments, TILE,
-            SEGMENT, None if form == 2 else addresses, stride,
+            SEGMENT, most, None if form == 2 else addresses, stride,
         )  # fmt: skip
     else:
         _attention[(tasks, groups, segments if form == 2 else 1)](
@@ -379,13 +356,13 @@ def attention(
             WIDTH=width, V_WIDTH=v_width, W=power_of_two(width, 16), VW=power_of_two(v_width, 16),
             REST=power_of_two(width - v_width, 16) if wide else 0, ROWS=tiles.rows, TILE=TILE, SEGMENT=SEGMENT,
             CONTIGUOUS=blocks == 1, WINDOW=window, SINKS=sinks is not None, ONE=one, FORM=form, CAUSAL=causal,
-            num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
+            LIMIT=most, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
         )  # fmt: skip
     if form == 2:
         _join_parts[(tokens, heads)](
             part_sums, part_stats, context, out, lse, segments, out if addresses is None else addresses, stride,
             HEADS=heads, V_WIDTH=v_width, VW=power_of_two(v_width, 16), SEGMENT=SEGMENT, AHEAD=AHEAD,
             EARLY=hopper(q.device), PLACES=0 if addresses is None else len(addresses),
-            num_warps=1 if v_width <= 128 else 4, launch_pdl=hopper(q.device), **EXACT,
+            LIMIT=most, num_warps=1 if v_width <= 128 else 4, launch_pdl=hopper(q.device), **EXACT,
         )  # fmt: skip
     return out, lse

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.attention import _find, _load_rows
+from rlloop.numerics.kernels.triton.attention import _find
+from rlloop.numerics.kernels.triton.attention_tiles import load_rows
 from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
 from rlloop.numerics.kernels.triton.wide_backward import causal_reads, wide_backward
 from rlloop.numerics.layout import AttentionLayout
@@ -44,7 +45,7 @@ WIDEST = 256  # numbers of a key that these kernels hold; of wider ones there is
 
 @triton.jit
 def _rows(source, index, inside, WIDTH: tl.constexpr, W: tl.constexpr):
-    return _load_rows(source, index * WIDTH, inside, WIDTH, W, True)
+    return load_rows(source, index * WIDTH, inside, WIDTH, W, True)
 
 
 @triton.jit
@@ -60,8 +61,8 @@ def _add_keys(
     if SHARED:
         begin = tl.where(tile < before, prefix, token - before)
     at, seen = (begin + tile) * GROUPS + group, key <= last
-    keys = _load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
-    values = _load_rows(v + at * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
+    keys = load_rows(k + at * WIDTH, lane * (GROUPS * WIDTH), seen, WIDTH, W, MASKED)
+    values = load_rows(v + at * V_WIDTH, lane * (GROUPS * V_WIDTH), seen, V_WIDTH, VW, MASKED)
     scores = tl.dot(queries, keys.T, input_precision="ieee") * (scale * 1.4426950408889634)
     masses = tl.exp2(scores - log_total[:, None])
     if MASKED:
@@ -93,8 +94,8 @@ def _add_queries(
         at, index = token * HEADS + group * SHARE, position.to(tl.int64) * HEADS + row % SHARE
     if PLACED:
         position = tl.load(positions + token + position, valid, 0) - before
-    queries = _load_rows(q + at * WIDTH, index * WIDTH, valid, WIDTH, W, MASKED)
-    slopes = _load_rows(grad + at * V_WIDTH, index * V_WIDTH, valid, V_WIDTH, VW, MASKED)
+    queries = load_rows(q + at * WIDTH, index * WIDTH, valid, WIDTH, W, MASKED)
+    slopes = load_rows(grad + at * V_WIDTH, index * V_WIDTH, valid, V_WIDTH, VW, MASKED)
     if MASKED:
         log_total, delta = tl.load(lse + at + index, valid, 0.0), tl.load(deltas + at + index, valid, 0.0)
     else:

@@ -9,18 +9,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from rlloop.numerics.kernels.triton import segments
 
-TILE = gl.constexpr(segments.TILE)
+TILE = gl.constexpr(2 * segments.TILE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 WORKERS = gl.constexpr(2)  # warpgroups that multiply
-STAGES = gl.constexpr(4)  # tiles of keys and values on their way
-QUEUE = gl.constexpr(2)  # blocks of queries on their way
+STAGES = gl.constexpr(3)  # tiles of keys and values on their way
+QUEUE = gl.constexpr(1)  # blocks of queries on their way
 LOADERS = gl.constexpr(128)  # threads that bring them
 FIELDS = gl.constexpr(5)  # of what is said of a block
 
 
 @gluon.jit
 def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, GROUPS: gl.constexpr):
-    """(sequence, group, first row, rows of the sequence, its first token, its context); a sequence's end comes first.
+    """(sequence, first row, rows of the sequence, its first token, its context, block and group in one number); a
+    sequence's end comes first.
 
     Sequence s has the blocks from query_start[s] * SHARE // BLOCK + s on.
     """
@@ -37,7 +38,7 @@ def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, G
     token = gl.load(query_start + low).to(gl.int32)
     rows = (gl.load(query_start + low + 1).to(gl.int32) - token) * SHARE
     begin = (block - token * SHARE // BLOCK - low) * BLOCK
-    return low, task % GROUPS, begin, rows, token, gl.load(context + low).to(gl.int32)
+    return low, begin, rows, token, gl.load(context + low).to(gl.int32), block * GROUPS + task % GROUPS
 
 
 @gluon.jit
@@ -57,8 +58,8 @@ def _copy(base, offset, inside, tile, WIDTH: gl.constexpr, W: gl.constexpr, LAYO
 
 @gluon.jit
 def _fetch(
-    store, described, step, column, pages, block_size, tile, end, full, into, WIDTH: gl.constexpr, W: gl.constexpr,
-    BOX: gl.constexpr, LAYOUT: gl.constexpr,
+    store, described, step, column, slots, start, pages, tile, end, full, into, WIDTH: gl.constexpr, W: gl.constexpr,
+    BOX: gl.constexpr, LAYOUT: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values. Rows from the sequence's `end` on belong to another one and are not read.
 
@@ -69,18 +70,33 @@ def _fetch(
         mbarrier.expect(full, TILE * W * 2)
         mbarrier.arrive(full, count=LOADERS - 1)
         for box in gl.static_range(TILE // BOX):
-            key = tile + box * BOX
-            slot = gl.load(pages + key // block_size).to(gl.int32) + key % block_size
-            tma.async_copy_global_to_shared(described, [slot, column], full, into.slice(box * BOX, BOX, dim=0))
+            tma.async_copy_global_to_shared(described, [slots[box], column], full, into.slice(box * BOX, BOX, dim=0))
     else:
         keys = tile + gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
-        slots = gl.load(pages + keys // block_size, keys < end, 0) + keys % block_size
-        _copy(store + column, slots * step, keys < end, into, WIDTH, W, LAYOUT)
+        if PAGE:
+            at = gl.load(pages + keys // PAGE, keys < end, 0) + keys % PAGE
+        else:
+            at = (start + keys).to(gl.int64)
+        _copy(store + column, at * step, keys < end, into, WIDTH, W, LAYOUT)
         async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
-def _order(orders, queue_slot, rows, begin, token, offset, group):
+def _slots(start, pages, tile, end, BOX: gl.constexpr, PAGE: gl.constexpr):
+    """Rows of the store at which a tile's boxes begin."""
+    slots = ()
+    for box in gl.static_range(TILE // BOX):
+        key = tile + box * BOX
+        if PAGE:
+            slot = gl.load(pages + key // PAGE, key < end, 0).to(gl.int32) + key % PAGE
+        else:
+            slot = start + key
+        slots = slots + (slot,)  # noqa: RUF005
+    return slots
+
+
+@gluon.jit
+def _order(orders, queue_slot, rows, begin, token, offset, block):
     """Says what the block at `queue_slot` is; no rows: that there are no more."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zero = gl.full((1,), 0, gl.int32, one)
@@ -88,7 +104,7 @@ def _order(orders, queue_slot, rows, begin, token, offset, group):
     orders.index(queue_slot * FIELDS + 1).store(zero + begin)
     orders.index(queue_slot * FIELDS + 2).store(zero + token)
     orders.index(queue_slot * FIELDS + 3).store(zero + offset)
-    orders.index(queue_slot * FIELDS + 4).store(zero + group)
+    orders.index(queue_slot * FIELDS + 4).store(zero + block)
     gl.thread_barrier()
 
 
@@ -99,13 +115,13 @@ def ordered(orders, queue_slot, field: gl.constexpr):
 
 @gluon.jit
 def bring(
-    q, k, v, k_described, v_described, v_step, query_start, context, block_start, counter, sequences, tokens, blocks,
-    block_size, tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
-    W: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr,
+    q, k, v, k_described, v_described, v_step, query_start, context, block_start, flags, sequences, tokens, blocks,
+    tasks, tiles, orders, bars, HEADS: gl.constexpr, GROUPS: gl.constexpr, WIDTH: gl.constexpr,
+    W: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The loading warpgroup. All its threads arrive at a `full` barrier, one of each other warpgroup at an `empty`."""
     q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, v_full, empty = bars
+    q_full, q_empty, k_full, v_full, k_empty, v_empty = bars
     SHARE: gl.constexpr = HEADS // GROUPS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // W, W // 8], [4, 1], [1, 0])
     rows_here = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -113,13 +129,14 @@ def bring(
     count = 0
     task = gl.program_id(0)
     while task < tasks:
-        sequence, group, begin, rows, token, offset = _block(
+        sequence, begin, rows, token, offset, block = _block(
             task, query_start, context, sequences, tokens, SHARE, GROUPS
         )
+        group = block % GROUPS
         if begin < rows:
             queue_slot = done % QUEUE
             mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
-            _order(orders, queue_slot, rows, begin, token, offset, group)
+            _order(orders, queue_slot, rows, begin, token, offset, block)
             mbarrier.arrive(q_full.index(queue_slot), count=1)
             for worker in gl.static_range(WORKERS):
                 row = begin + worker * ROWS + rows_here
@@ -130,20 +147,24 @@ def bring(
             end = offset + rows // SHARE
             last = last_key(begin, rows, offset, SHARE, CAUSAL)
             pages = block_start + sequence.to(gl.int64) * blocks
+            start = 0 if PAGE else gl.load(pages).to(gl.int32)
+            slots = _slots(start, pages, 0, end, BOX, PAGE)
             for tile in range(0, last + 1, TILE):
                 stage = count % STAGES
                 phase = (count // STAGES & 1) ^ 1
-                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.wait(k_empty.index(stage), phase)
                 _fetch(
-                    k, k_described, GROUPS * WIDTH, group * WIDTH, pages, block_size, tile, end, k_full.index(stage),
-                    k_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
+                    k, k_described, GROUPS * WIDTH, group * WIDTH, slots, start, pages, tile, end,
+                    k_full.index(stage), k_tiles.index(stage), WIDTH, W, BOX, LAYOUT, PAGE,
                 )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase)
                 _fetch(
-                    v, v_described, v_step, group * WIDTH, pages, block_size, tile, end, v_full.index(stage),
-                    v_tiles.index(stage), WIDTH, W, BOX, LAYOUT,
+                    v, v_described, v_step, group * WIDTH, slots, start, pages, tile, end,
+                    v_full.index(stage), v_tiles.index(stage), WIDTH, W, BOX, LAYOUT, PAGE,
                 )  # fmt: skip
+                slots = _slots(start, pages, tile + TILE, end, BOX, PAGE)  # of the next: it waits for no other then
                 count += 1
-        task = gl.num_programs(0) + gl.atomic_add(counter, 1)
+        task = gl.num_programs(0) + gl.atomic_add(flags, 1)
     queue_slot = done % QUEUE
     mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
     _order(orders, queue_slot, 0, 0, 0, 0, 0)
