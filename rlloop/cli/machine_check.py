@@ -91,7 +91,9 @@ def _hopper() -> Iterator[Line]:
     from rlloop.numerics.kernels.triton.launch import GLUON, gluon_runs
 
     if torch.cuda.get_device_capability()[0] == 9 and not gluon_runs(torch.device("cuda")):
-        text = f"written for triton {GLUON}, which comes with PyTorch 2.11: off here, and slower ones run"
+        text = (
+            f"written for triton {' and '.join(GLUON)}, as PyTorch 2.11 to 2.13 bring it: off here, and slower ones run"
+        )
         yield Line(False, "GPU, kernels for Hopper", text)
 
 

@@ -123,7 +123,6 @@ GLUON = SimpleNamespace(
     expand_dims=lambda x, axis: x.unsqueeze(axis),
     static_range=range,
     allocate_shared_memory=shared,
-    thread_barrier=nothing,
     load=load,
     store=store,
     **dict.fromkeys(("SliceLayout", "NVMMADistributedLayout", "BlockedLayout", "NVMMASharedLayout"), nothing),
@@ -134,7 +133,7 @@ STAND_INS = {
     "tma": SimpleNamespace(async_copy_global_to_shared=copy),
     "warpgroup_mma": multiplied,
     "warpgroup_mma_wait": landed,
-    **dict.fromkeys(("fence_async_shared", "gdc_wait", "gdc_launch_dependents"), nothing),
+    **dict.fromkeys(("barrier", "fence_async_shared", "gdc_wait", "gdc_launch_dependents"), nothing),
 }
 
 

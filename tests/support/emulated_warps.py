@@ -258,6 +258,7 @@ class Kernel:
             warpgroup_mma=product,
             warpgroup_mma_wait=landed,
             fence_async_shared=nothing,
+            barrier=nothing,
         )
         for name, each in list(names.items()):
             if hasattr(each, "fn") and hasattr(each.fn, "__code__"):

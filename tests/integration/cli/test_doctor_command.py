@@ -27,12 +27,12 @@ def test_doctor_says_what_holds_and_what_is_missing(capsys):
 @pytest.mark.parametrize(("generation", "runs", "told"), [(9, False, 1), (9, True, 0), (8, False, 0)])
 def test_kernels_for_hopper_that_are_off_are_named(monkeypatch, generation, runs, told):
     launch = ModuleType("rlloop.numerics.kernels.triton.launch")
-    launch.__dict__.update(GLUON="3.6", gluon_runs=lambda device: runs)  # the module needs Triton
+    launch.__dict__.update(GLUON=("3.6", "3.7"), gluon_runs=lambda device: runs)  # the module needs Triton
     monkeypatch.setitem(sys.modules, "rlloop.numerics.kernels.triton", ModuleType("triton"))
     monkeypatch.setitem(sys.modules, launch.__name__, launch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (generation, 0))
     lines = [*doctor._hopper()]
-    assert [(line.holds, "triton 3.6" in line.text) for line in lines] == [(False, True)] * told
+    assert [(line.holds, "triton 3.6 and 3.7" in line.text) for line in lines] == [(False, True)] * told
 
 
 def test_a_vllm_of_another_cuda_is_named(tmp_path, monkeypatch):

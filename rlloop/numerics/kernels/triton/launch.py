@@ -11,13 +11,13 @@ from torch import Tensor
 
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # a * b + c is one rounding only where the source says fma
 ALIGNMENT = 16  # bytes
-GLUON = "3.6"  # the Triton that kernels in Gluon are written for; Gluon is experimental
+GLUON = ("3.6", "3.7")  # the Tritons that kernels in Gluon run with; Gluon is experimental
 
 
 @functools.cache
 def gluon_runs(device: torch.device) -> bool:
     """True if kernels in Gluon run there."""
-    if device.type != "cuda" or not triton.__version__.startswith(f"{GLUON}."):
+    if device.type != "cuda" or ".".join(triton.__version__.split(".")[:2]) not in GLUON:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 

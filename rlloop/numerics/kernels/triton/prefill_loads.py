@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from rlloop.numerics.kernels.triton import segments
+from rlloop.numerics.kernels.triton.gluon_names import barrier
 
 TILE = gl.constexpr(2 * segments.TILE)
 ROWS = gl.constexpr(64)  # queries of a warpgroup
@@ -105,7 +106,7 @@ def _order(orders, queue_slot, rows, begin, token, offset, block):
     orders.index(queue_slot * FIELDS + 2).store(zero + token)
     orders.index(queue_slot * FIELDS + 3).store(zero + offset)
     orders.index(queue_slot * FIELDS + 4).store(zero + block)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

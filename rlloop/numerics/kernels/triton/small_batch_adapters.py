@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rlloop.numerics.kernels.triton.gluon_names import barrier
+
 LEFT_ROWS = gl.constexpr(64)  # of the tensor core's left operand
 ONE, END_TO_END, GATED = (gl.constexpr(i) for i in range(3))  # how a launch uses its weights
 REDUCED_WIDTH = gl.constexpr(128)  # of K at a time
@@ -74,7 +76,7 @@ def reduce(
     for stage in gl.static_range(STAGES):
         mbarrier.init(arrived.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     steps, row = gl.cdiv(width, WIDTH), slot * rank + first_output
     for stage in gl.static_range(STAGES):
         if stage < steps:
@@ -162,7 +164,7 @@ def reduced(
     if FORM == GATED:
         second_tile = gl.allocate_shared_memory(dtype, [HEIGHT, RANK], SHARED, more.to(dtype, bitcast=True))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return tile, second_tile
 
 
@@ -214,5 +216,5 @@ def own(
     if FORM == GATED:
         second_tile = _rounded(ups, has, SWAPPED, HEIGHT, TILE, RANK, dtype)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     return tile, second_tile

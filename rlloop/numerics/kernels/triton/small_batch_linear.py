@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rlloop.numerics.kernels.triton.gluon_names import barrier
 from rlloop.numerics.kernels.triton.launch import aligned, processors
 from rlloop.numerics.kernels.triton.meeting import Meeting, meet
 from rlloop.numerics.kernels.triton.small_batch_adapters import (
@@ -177,7 +178,7 @@ def _few_rows(
     for stage in gl.static_range(STAGES + 1):
         mbarrier.init(arrived.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     steps = gl.cdiv(width, WIDTH)
     for stage in gl.static_range(STAGES):
         mbarrier.expect(arrived.index(stage), BYTES, stage < steps)
@@ -226,7 +227,7 @@ def _few_rows(
         numbers, more = look(at, there, rows * RANK, FORM)
     if RANK > 0:
         sums, ups = _landed(sums, ups, FORM)
-        gl.thread_barrier()  # other warps may still read the stages, in whose place z comes
+        barrier()  # other warps may still read the stages, in whose place z comes
         if OWN > 0:
             z_tile, second_z_tile = own(
                 sums, ups, here, slot, rows - first_row, rank, FORM, SWAPPED, HEIGHT, TILE, RANK, SUMS, xs.dtype
@@ -266,7 +267,7 @@ def _few_rows(
         inside = (row < ROWS) & (first_row + row < rows) & wanted
         gl.store(out + (first_row + row).to(gl.int64) * stride + output, sums, inside)
     else:  # to other GPUs whole vectors of outputs travel, not the pairs that a warp holds
-        gl.thread_barrier()  # as before z
+        barrier()  # as before z
         if SWAPPED:
             sums = sums.permute((1, 0))
         WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // TILE, TILE // 8], [4, 1], [1, 0])

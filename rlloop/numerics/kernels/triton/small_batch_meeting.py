@@ -6,6 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rlloop.numerics.kernels.triton.gluon_names import barrier
 from rlloop.numerics.kernels.triton.meeting import AWAIT, TELL
 
 FENCE = gl.constexpr("fence.proxy.async.global; mov.b32 $0, 0;")
@@ -27,5 +28,5 @@ def met(theirs, mine, now):
     if gl.program_id(0) == 0:
         gl.inline_asm_elementwise(TELL, "=r,l,l", [theirs, now], gl.int32, is_pure=False, pack=1)
     gl.inline_asm_elementwise(AWAIT, "=r,l,l", [mine, now], gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
+    barrier()
     gl.inline_asm_elementwise(FENCE, "=r,l", [now], gl.int32, is_pure=False, pack=1)
