@@ -237,7 +237,8 @@ SCORES = {  # of keys, for powers of two
     "grow fast": AT / 4.0,  # every segment's sum exceeds its limit
     "fall": -AT / 60,
     "fall fast": -AT / 4.0,
-    "leap in the first tile": leaps(70),
+    "leap in the first tile": leaps(50),
+    "leap in the second tile": leaps(70),
     "leap in a later tile": leaps(900),
     "leap in a later segment's first tile": leaps(1030),
     "leap in a later segment's later tile": leaps(1900),

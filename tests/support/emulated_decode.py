@@ -31,13 +31,13 @@ class Copies(Values):
 
 class Tile:
     def __init__(self, copies, shape, turned=False):
-        self._copies, self._shape, self._turned, self.dtype = copies, shape, turned, copies.dtype
+        self._copies, self.shape, self._turned, self.dtype = copies, shape, turned, copies.dtype
 
     def permute(self, order):
-        return Tile(self._copies, self._shape, True)
+        return Tile(self._copies, self.shape, True)
 
     def load(self, layout):
-        rows = self._copies.permute(0, 2, 1, 3).reshape(self._shape)
+        rows = self._copies.permute(0, 2, 1, 3).reshape(self.shape)
         return values((rows.T if self._turned else rows).clone())
 
 
