@@ -26,6 +26,7 @@ from rlloop.numerics.kernels.triton.launch import (
     ALIGNMENT,
     EXACT,
     aligned,
+    generation,
     gluon_runs,
     hopper,
     power_of_two,
@@ -57,7 +58,16 @@ FLOAT32 = Tiles(64, 4, 1)
 WIDE = 256  # numbers of a value
 WIDE_HALF = Tiles(64, 8, 1)
 WIDE_FLOAT32 = Tiles(16, 8, 1)
+HOPPER, DATACENTRE_BLACKWELL = 9, 10  # generations of GPUs
 LOG2E = 1.4426950408889634
+
+
+def for_generation(tiles: Tiles, v_width: int, generation: int) -> Tiles:
+    """Tiles in which each warp has queries to itself on such a GPU, by layouts that Triton 3.6 compiles; of Hopper all
+    are. Where the tensor core works warp by warp, that takes as many queries as a value has numbers, or one warp."""
+    if generation in (0, HOPPER):
+        return tiles
+    return DECODE if generation == DATACENTRE_BLACKWELL or v_width > LONG.rows else LONG
 
 
 @triton.jit
@@ -329,6 +339,7 @@ def attention(
         tiles = DECODE
     else:
         tiles = BROAD if width > 128 else LONG if form == 1 else MANY
+        tiles = for_generation(tiles, v_width, generation(q.device))
     one = single and share <= tiles.rows
     tasks = sequences if one else tokens * share // tiles.rows + sequences
     shapes = ((tokens, heads, segments, n) for n in (v_width, 2))

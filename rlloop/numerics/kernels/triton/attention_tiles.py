@@ -158,13 +158,15 @@ def fixed_segment(
             scale, GROUPS, WIDTH, W, TILE, CONTIGUOUS, True,
         )  # fmt: skip
     over = tl.where((total <= LIMIT) | (position < begin), 0, 1)  # also where it is no number
-    if tl.max(over, 0) > 0:  # anew; other rows get the same bits again
-        top, total, sums = tl.where(over > 0, highest, top), tl.zeros_like(total), tl.zeros_like(sums)
-        for tile in range(begin, end, TILE):
-            top, highest, total, sums = _fixed_tile(
-                top, highest, total, sums, q, k, v, v_step, blocks, start, block_size, group, position, last, tile, -1,
-                scale, GROUPS, WIDTH, W, TILE, CONTIGUOUS, True,
-            )  # fmt: skip
+    anew = tl.max(over, 0) > 0  # other rows get the same bits again
+    top = tl.where(over > 0, highest, top)
+    total, sums = tl.where(anew, tl.zeros_like(total), total), tl.where(anew, tl.zeros_like(sums), sums)
+    # No branch: Triton 3.6 compiles none with products in it for Blackwell.
+    for tile in range(begin, tl.where(anew, end, begin), TILE):
+        top, highest, total, sums = _fixed_tile(
+            top, highest, total, sums, q, k, v, v_step, blocks, start, block_size, group, position, last, tile, -1,
+            scale, GROUPS, WIDTH, W, TILE, CONTIGUOUS, True,
+        )  # fmt: skip
     return top, total, sums
 
 

@@ -23,6 +23,12 @@ def gluon_runs(device: torch.device) -> bool:
 
 
 @functools.cache
+def generation(device: torch.device) -> int:
+    """The GPU's major compute capability; 0: this is none."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+@functools.cache
 def hopper(device: torch.device) -> bool:
     """True if tiles can be fetched by descriptors there, and a launch can begin before its predecessor ends."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
