@@ -10,7 +10,6 @@ import torch
 from rlloop.algorithms import get_loss
 from rlloop.config.trainer import TrainerConfig
 from rlloop.models import ScoreRow, redraw, token_logprobs
-from rlloop.numerics.kernels.triton.multi_linear import as_one
 from rlloop.numerics.profile import NumericsProfile
 from rlloop.rollout.engine.engine import Engine
 from rlloop.trainer import Trainer
@@ -106,6 +105,8 @@ def test_trainer_equals_engine_before_and_after_every_update(dtype):
 
 def test_as_many_requests_as_a_vendor_s_product_takes():
     """Steps of 256 and 128 rows are graphs in which cuBLAS does what it does with our bits."""
+    from rlloop.numerics.kernels.triton.multi_linear import as_one
+
     model = model_of("bfloat16", hidden_size=1024, intermediate_size=3072, num_hidden_layers=2, head_dim=128)
     for name, layer in model.named_modules():
         if name.endswith("self_attn"):

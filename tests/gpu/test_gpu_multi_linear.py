@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rlloop.models.weights import lay_end_to_end
-from rlloop.numerics.kernels.triton.multi_linear import as_one
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
@@ -46,6 +45,8 @@ def test_products_that_share_a_launch(width, outputs, dtype):
 @pytest.mark.parametrize(("width", "heads", "groups"), [(1024, 16, 8), (4096, 32, 8), (5120, 64, 8), (2560, 4, 2)])
 def test_queries_keys_and_values_by_one_product_reach_the_cache(width, heads, groups):
     """Weights that lie end to end are one product, whose parts are read where they lie."""
+    from rlloop.numerics.kernels.triton.multi_linear import as_one
+
     torch.manual_seed(0)
     sizes, most = (heads * 128, groups * 128, groups * 128), 600
     apart = [draw(n, width) / width**0.5 for n in sizes]
