@@ -25,6 +25,7 @@ from rlloop.numerics.kernels.triton.attention_tiles import divided, fixed_segmen
 from rlloop.numerics.kernels.triton.launch import (
     ALIGNMENT,
     EXACT,
+    HOPPER,
     aligned,
     generation,
     gluon_runs,
@@ -58,13 +59,14 @@ FLOAT32 = Tiles(64, 4, 1)
 WIDE = 256  # numbers of a value
 WIDE_HALF = Tiles(64, 8, 1)
 WIDE_FLOAT32 = Tiles(16, 8, 1)
-HOPPER, DATACENTRE_BLACKWELL = 9, 10  # generations of GPUs
+DATACENTRE_BLACKWELL = 10  # of `generation`
 LOG2E = 1.4426950408889634
 
 
 def for_generation(tiles: Tiles, v_width: int, generation: int) -> Tiles:
-    """Tiles in which each warp has queries to itself on such a GPU, by layouts that Triton 3.6 compiles; of Hopper all
-    are. Where the tensor core works warp by warp, that takes as many queries as a value has numbers, or one warp."""
+    """Tiles in which each warp has queries to itself on such a GPU, by the layouts that Triton 3.6 chooses: on Hopper
+    `tiles` as they are; where the tensor core works warp by warp, as many queries as a value has numbers, or one warp.
+    """
     if generation in (0, HOPPER):
         return tiles
     return DECODE if generation == DATACENTRE_BLACKWELL or v_width > LONG.rows else LONG

@@ -12,14 +12,7 @@ from torch import Tensor
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # a * b + c is one rounding only where the source says fma
 ALIGNMENT = 16  # bytes
 GLUON = ("3.6", "3.7")  # the Tritons that kernels in Gluon run with; Gluon is experimental
-
-
-@functools.cache
-def gluon_runs(device: torch.device) -> bool:
-    """True if kernels in Gluon run there."""
-    if device.type != "cuda" or ".".join(triton.__version__.split(".")[:2]) not in GLUON:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+HOPPER = 9  # of `generation`
 
 
 @functools.cache
@@ -29,9 +22,15 @@ def generation(device: torch.device) -> int:
 
 
 @functools.cache
+def gluon_runs(device: torch.device) -> bool:
+    """True if kernels in Gluon run there."""
+    return ".".join(triton.__version__.split(".")[:2]) in GLUON and generation(device) == HOPPER
+
+
+@functools.cache
 def hopper(device: torch.device) -> bool:
     """True if tiles can be fetched by descriptors there, and a launch can begin before its predecessor ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return generation(device) >= HOPPER
 
 
 @functools.cache

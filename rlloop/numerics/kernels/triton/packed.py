@@ -7,7 +7,6 @@ instructions, in the registers that the tensor core reads.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton import grouped, linear
 from rlloop.numerics.kernels.triton.grouped import activated, rows_of, task_of
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, generation, hopper
 from rlloop.numerics.kernels.triton.sorting import Groups, Tiles, groups_of
 from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight
 
@@ -227,10 +226,9 @@ def product(x: Tensor, weight: Tensor, groups: Groups, rows: int, **options: Any
     return grouped.product(x, weight, groups, rows, **options)
 
 
-@functools.cache
 def _in_order(device: torch.device) -> bool:
     """True if codes can be unpacked where they are multiplied. Elsewhere the compiler permutes K of joined operands."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return generation(device) in (0, 9, 10)
 
 
 def _suits(x: Tensor, weight: PackedWeight, rows: int, groups: int) -> bool:

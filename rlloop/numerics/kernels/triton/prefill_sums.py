@@ -100,7 +100,7 @@ def _store(sums, kept):
 
 @gluon.jit
 def _add(sums, part_fade, fade, kept):
-    """What is kept times `fade`, plus sums times `part_fade`."""
+    """The numbers at `kept` become themselves * `fade` + `sums` * `part_fade`."""
     PACK: gl.constexpr = sums.shape[1] // 2
     ASM: gl.constexpr = ADD_64 if PACK == 64 else ADD_32
     gl.inline_asm_elementwise(ASM[0], ASM[1], [sums, part_fade, fade, kept], gl.int8, is_pure=False, pack=PACK)
