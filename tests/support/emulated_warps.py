@@ -1,4 +1,5 @@
-"""`prefill`'s kernel on CPU tensors: its source, with stand-ins for Gluon, and a thread for each of its warpgroups.
+"""Attention's kernels by warpgroups on CPU tensors: their sources, with stand-ins for Gluon, and a thread for each
+warpgroup.
 
 One thread runs at a time; at every barrier another one may go on, drawn by a seed. If none can, that is a deadlock.
 Shared memory begins as NaN. A product of the tensor cores reads shared memory when it is waited for, so what is written
@@ -15,11 +16,23 @@ from types import FunctionType, SimpleNamespace
 import numpy as np
 import torch
 
-from rlloop.numerics.kernels.triton import decode, prefill, prefill_loads, prefill_sums
+from rlloop.numerics.kernels.triton import (
+    backward_by_key,
+    backward_by_query,
+    backward_loads,
+    decode,
+    prefill,
+    prefill_loads,
+    prefill_sums,
+)
 from tests.support.emulated_gluon import GLUON, Pointer, Values, load, multiplied, nothing, values
 
 WARPGROUP = 128
-KERNEL = prefill._prefill
+KERNELS = {  # with the modules that hold what they call
+    prefill._prefill: (decode, prefill_loads, prefill_sums, prefill),
+    backward_by_query.by_query: (prefill_loads, prefill, backward_loads, backward_by_query),
+    backward_by_key.by_key: (prefill_loads, prefill, backward_loads, backward_by_key),
+}
 
 
 class Shared(Values):
@@ -174,10 +187,10 @@ class Product:
 
 
 class Kernel:
-    """In place of `prefill._prefill`."""
+    """In place of one of `KERNELS`."""
 
-    def __init__(self, seed: int, **constants: int) -> None:
-        """`constants`: other values of the module's."""
+    def __init__(self, seed: int, kernel=prefill._prefill, **constants: int) -> None:
+        """`constants`: other values of the modules'."""
         groups = self._groups = Warpgroups(seed)
 
         def shared(dtype, shape, layout):
@@ -234,11 +247,10 @@ class Kernel:
                 "num_programs": lambda axis: values(self._programs),
                 "warp_specialize": lambda works, warps, registers: groups.run(works),
                 "constexpr": object,
-                **dict.fromkeys(("DotOperandLayout", "DistributedLinearLayout"), nothing),
+                **dict.fromkeys(("DotOperandLayout", "DistributedLinearLayout", "SwizzledSharedLayout"), nothing),
             }
         )
-        modules = (decode, prefill_loads, prefill_sums, prefill)
-        names = {name: each for module in modules for name, each in vars(module).items()} | {"_prefill": KERNEL}
+        names = {name: each for module in KERNELS[kernel] for name, each in vars(module).items()}
         names.update({name: each.value for name, each in names.items() if type(each).__name__ == "constexpr"})
         names.update(
             constants,
@@ -263,14 +275,15 @@ class Kernel:
         for name, each in list(names.items()):
             if hasattr(each, "fn") and hasattr(each.fn, "__code__"):
                 names[name] = FunctionType(each.fn.__code__, names, name, each.fn.__defaults__)
-        block = names["_block"]  # numbers of a kernel have `to`, those of Python do not
+        place = names["place"]  # numbers of a kernel have `to`, those of Python do not
         names["divided"] = lambda sums, total: sums / total[:, None]  # it asks for layouts
-        names["_block"] = lambda *given: tuple(map(values, block(*given)))
+        names["place"] = lambda *given: tuple(map(values, place(*given)))
         memory = Memory()
         names.update(
             _store=memory.store, _add=memory.add, _load=memory.load, _added=added, _put=memory.put, _get=memory.get
         )
-        self._gl, self._run, self._programs = gl, names["_prefill"], 1
+        self._gl, self._programs = gl, 1
+        self._run = FunctionType(kernel.fn.__code__, names, kernel.fn.__name__, kernel.fn.__defaults__)
 
     def __getitem__(self, grid):
         def launch(*given, num_warps, maxnreg, enable_fp_fusion, **constants):

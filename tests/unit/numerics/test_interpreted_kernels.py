@@ -15,6 +15,7 @@ CASES = {
     "several operations": ["tests/support/emulated_fused.py"],
     "prompts": ["tests/support/emulated_prompts.py"],
     "decoding": ["tests/support/emulated_decode.py"],
+    "gradients by warpgroups": ["tests/support/emulated_gradients.py"],
     "adapters": ["tests/unit/numerics/test_adapted_products.py"],
     "ranks without tokens": ["tests/support/emulated_ranks.py"],
     "packed weights": ["tests/unit/numerics/test_packed_products.py"],

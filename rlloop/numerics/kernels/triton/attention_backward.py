@@ -14,6 +14,8 @@ fewer instructions.
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import _find
 from rlloop.numerics.kernels.triton.attention_tiles import load_rows
-from rlloop.numerics.kernels.triton.launch import aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs, power_of_two
 from rlloop.numerics.kernels.triton.wide_backward import causal_reads, wide_backward
 from rlloop.numerics.layout import AttentionLayout
 
@@ -259,6 +261,10 @@ def attention_backward(
     if families is not None:
         context, begins, readers = families.context, families.prefixes, families.readers
         positions = families.positions if window else query_start
+    kernels = _better_kernels(q.device)
+    if kernels is not None and kernels.takes(q, v, window, causal):
+        kernels.run(q, k, v, query_start, out, lse, grad, scale, gradients, families)
+        return gradients
     by_query, by_key = _tiles(q.dtype, max(width, v_width), families is not None)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),
@@ -277,6 +283,16 @@ def attention_backward(
         num_stages=by_key.stages,
     )  # fmt: skip
     return gradients
+
+
+@functools.cache
+def _better_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels of GPUs that have faster ones."""
+    if not gluon_runs(device):
+        return None
+    from rlloop.numerics.kernels.triton import backward_on_hopper
+
+    return backward_on_hopper
 
 
 def _tiles(dtype: torch.dtype, width: int, families: bool) -> tuple[Tiles, Tiles]:

@@ -229,7 +229,7 @@ def _multiply(
 
 
 @gluon.jit
-def _barriers(N: gl.constexpr, ARRIVE: gl.constexpr):
+def barriers(N: gl.constexpr, ARRIVE: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(bars.index(i), count=ARRIVE)
@@ -252,8 +252,8 @@ def _prefill(
     )
     orders = gl.allocate_shared_memory(gl.int32, [QUEUE * FIELDS, 1], mbarrier.MBarrierLayout())
     bars = (
-        _barriers(QUEUE, LOADERS + 1), _barriers(QUEUE, WORKERS), _barriers(STAGES, LOADERS),
-        _barriers(STAGES, LOADERS), _barriers(STAGES, WORKERS), _barriers(STAGES, WORKERS),
+        barriers(QUEUE, LOADERS + 1), barriers(QUEUE, WORKERS), barriers(STAGES, LOADERS),
+        barriers(STAGES, LOADERS), barriers(STAGES, WORKERS), barriers(STAGES, WORKERS),
     )  # fmt: skip
     kept = memory.to(gl.int64) + gl.program_id(0).to(gl.int64) * (WORKERS * ROWS * (W + 2) * 4)
     fence_async_shared()

@@ -20,14 +20,9 @@ FIELDS = gl.constexpr(5)  # of what is said of a block
 
 
 @gluon.jit
-def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, GROUPS: gl.constexpr):
-    """(sequence, first row, rows of the sequence, its first token, its context, block and group in one number); a
-    sequence's end comes first.
-
-    Sequence s has the blocks from query_start[s] * SHARE // BLOCK + s on.
-    """
-    BLOCK: gl.constexpr = WORKERS * ROWS
-    block = tokens * SHARE // BLOCK + sequences - 1 - task // GROUPS
+def place(block, query_start, sequences, SHARE: gl.constexpr, BLOCK: gl.constexpr):
+    """(first row, rows of the sequence, its first token, the sequence) of a block: sequence s has the blocks from
+    query_start[s] * SHARE // BLOCK + s on."""
     low = 0
     high = sequences
     while high - low > 1:
@@ -38,8 +33,7 @@ def _block(task, query_start, context, sequences, tokens, SHARE: gl.constexpr, G
             high = middle
     token = gl.load(query_start + low).to(gl.int32)
     rows = (gl.load(query_start + low + 1).to(gl.int32) - token) * SHARE
-    begin = (block - token * SHARE // BLOCK - low) * BLOCK
-    return low, begin, rows, token, gl.load(context + low).to(gl.int32), block * GROUPS + task % GROUPS
+    return (block - token * SHARE // BLOCK - low) * BLOCK, rows, token, low
 
 
 @gluon.jit
@@ -97,7 +91,7 @@ def _slots(start, pages, tile, end, BOX: gl.constexpr, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _order(orders, queue_slot, rows, begin, token, offset, block):
+def order(orders, queue_slot, rows, begin, token, offset, block):
     """Says what the block at `queue_slot` is; no rows: that there are no more."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     zero = gl.full((1,), 0, gl.int32, one)
@@ -130,14 +124,14 @@ def bring(
     count = 0
     task = gl.program_id(0)
     while task < tasks:
-        sequence, begin, rows, token, offset, block = _block(
-            task, query_start, context, sequences, tokens, SHARE, GROUPS
-        )
-        group = block % GROUPS
+        block = tokens * SHARE // (WORKERS * ROWS) + sequences - 1 - task // GROUPS  # a sequence's end first
+        begin, rows, token, sequence = place(block, query_start, sequences, SHARE, WORKERS * ROWS)
+        group = task % GROUPS
         if begin < rows:
+            offset = gl.load(context + sequence).to(gl.int32)
             queue_slot = done % QUEUE
             mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
-            _order(orders, queue_slot, rows, begin, token, offset, block)
+            order(orders, queue_slot, rows, begin, token, offset, block * GROUPS + group)
             mbarrier.arrive(q_full.index(queue_slot), count=1)
             for worker in gl.static_range(WORKERS):
                 row = begin + worker * ROWS + rows_here
@@ -168,6 +162,6 @@ def bring(
         task = gl.num_programs(0) + gl.atomic_add(flags, 1)
     queue_slot = done % QUEUE
     mbarrier.wait(q_empty.index(queue_slot), (done // QUEUE & 1) ^ 1)
-    _order(orders, queue_slot, 0, 0, 0, 0, 0)
+    order(orders, queue_slot, 0, 0, 0, 0, 0)
     mbarrier.arrive(q_full.index(queue_slot), count=1)
     async_copy.mbarrier_arrive(q_full.index(queue_slot), increment_count=False)
