@@ -1,10 +1,13 @@
 """The invariant attention beside PyTorch's (the faster of its FlashAttention 2 and cuDNN), bfloat16, by CUDA graphs.
 
-    python benchmarks/gpu_attention.py [--only decode prefill chunk] [--quick]
+    python benchmarks/gpu_attention.py [--only decode prefill chunk gradients] [--quick]
 
 Ours decodes over a paged cache (pages of 16, scattered); the peer over keys that lie in one piece. FlashAttention 3 is
 measured too where vLLM, which brings it, is installed: over the same pages, and with its default number of splits. The
 fastest peer counts; of long prompts FlashAttention 3, where it is there, whose aim is higher.
+
+Gradients are autograd's calls on both sides, without graphs. The work counted is that of five products, which the peers
+compute; ours computes seven. The peers' sums are in another order in every run.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ DECODE = ((256, 384), (128, 1024), (32, 4096), (8, 16384), (1, 32768), (8, 32768
 PREFILL = ((32, 512), (16, 1024), (4, 4096), (4, 8192), (1, 16384), (1, 32768))
 LONG = (8192, 32768)  # lengths at which FlashAttention 3 alone is the peer
 CHUNKS = ((32, 512, 0), (4, 2048, 2048))  # sequences, queries of each, keys before them
+GRADIENTS = ((64, 512), (16, 2048), (8, 8192), (1, 32768))
 OPS = ops_for(NumericsProfile())
 BACKENDS = {"SDPA, FlashAttention 2": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -76,8 +80,10 @@ def flash3(
     return {"FlashAttention 3": [lambda: flash_attn_varlen_func(q, k, v, **given, **where)]}
 
 
-def compared(name: str, unit: str, scale: float, ours: list, others: dict[str, list], aim: float) -> Figure:
-    mine, *theirs = seconds([ours, *others.values()])
+def compared(
+    name: str, unit: str, scale: float, ours: list, others: dict[str, list], aim: float, recorded: bool = True
+) -> Figure:
+    mine, *theirs = seconds([ours, *others.values()], recorded)
     best = min(range(len(theirs)), key=lambda at: statistics.median(theirs[at]))
     ours_scaled, theirs_scaled = ([scale / each for each in times] for times in (mine, theirs[best]))
     return Figure.of_rounds(name, unit, ours_scaled, list(others)[best], theirs_scaled, aim=aim, peer_kind="fastest")
@@ -134,7 +140,31 @@ def chunk(model: str, sequences: int, queries: int, context: int, page: int = 16
     return compared(name, "TFLOP/s", work, ours, flash3(q, k, v, queries, keys, True, order, page), 0.75)
 
 
-PARTS = {"decode": (decode, DECODE), "prefill": (prefill, PREFILL), "chunk": (chunk, CHUNKS)}
+@torch.inference_mode(False)
+@torch.enable_grad()
+def gradients(model: str, sequences: int, length: int) -> Figure:
+    heads, groups, width = HEADS[model]
+    flat = [draw(sequences * length, n, width).requires_grad_() for n in (heads, groups, groups)]
+    grad = draw(sequences * length, heads, width)
+    shaped = [x.detach().view(sequences, length, -1, width).transpose(1, 2).requires_grad_() for x in flat]
+    grad_shaped = grad.view(sequences, length, -1, width).transpose(1, 2)
+    out = OPS.attention(*flat, AttentionLayout.of_sequences([length] * sequences, DEVICE), width**-0.5)
+
+    def call(out: Tensor, leaves: list[Tensor], grad: Tensor) -> list:
+        return [lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)]
+
+    others = {
+        name: call(run(), shaped, grad_shaped) for name, (run,) in peers(*shaped, causal=True).items()
+    }  # fmt: skip
+    work = 5e-12 * sequences * heads * length * length * width
+    name, aim = f"attention gradients {model}, {sequences} x {length}", 0.9 if length in LONG else 0.75
+    return compared(name, "TFLOP/s", work, call(out, flat, grad), others, aim, recorded=False)
+
+
+PARTS = {
+    "decode": (decode, DECODE), "prefill": (prefill, PREFILL), "chunk": (chunk, CHUNKS),
+    "gradients": (gradients, GRADIENTS),
+}  # fmt: skip
 
 
 def main() -> None:

@@ -201,33 +201,39 @@ def save_random(config: Mapping[str, Any], folder: str | Path) -> None:
     subprocess.run([sys.executable, __file__, json.dumps(config), str(folder)], check=True)
 
 
-def seconds(works: list[list[Callable[[], object]]]) -> list[list[float]]:
+def seconds(works: list[list[Callable[[], object]]], recorded: bool = True) -> list[list[float]]:
     """Seconds of one call in each round, for each of several ways to do the same work, which take turns.
 
-    A way is a list of calls, on different inputs so that none is found in the cache; they are recorded as one graph.
+    A way is a list of calls, on different inputs so that none is found in the cache; they are `recorded` as one graph.
     """
-    graphs = []
-    for calls in works:
-        for call in calls[:2]:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graphs.append(graph)
+    replays = [_recorded(calls) if recorded else functools.partial(_call_all, calls) for calls in works]
     times: list[list[float]] = [[] for _ in works]
     for _ in range(ROUNDS):
-        for i, (graph, calls) in enumerate(zip(graphs, works, strict=True)):
-            graph.replay()
+        for i, (replay, calls) in enumerate(zip(replays, works, strict=True)):
+            replay()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(REPLAYS):
-                graph.replay()
+                replay()
             end.record()
             end.synchronize()
             times[i].append(begin.elapsed_time(end) / 1000 / REPLAYS / len(calls))
     return times
+
+
+def _recorded(calls: list[Callable[[], object]]) -> Callable[[], None]:
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _call_all(calls)
+    return graph.replay
+
+
+def _call_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 if __name__ == "__main__":
