@@ -48,7 +48,7 @@ class Layer(nn.Module):
         """(delta, stream) -> (delta, stream), [T, D] each. `delta`, the last block's output, is still to be added;
         `summed`: it has been, and there is no `stream`."""
         ops, cache = step.ops, step.cache
-        one_each = len(delta) == len(step.layout.context) and step.read is None  # one token a sequence
+        one_each = delta.shape[0] == step.layout.context.shape[0] and step.read is None  # one token a sequence
         if cache is not None and one_each and self._simple and type(ops) is Ops:  # subclasses depart
             made = self._decoded(delta, stream, step, cache)
             if made is not None:

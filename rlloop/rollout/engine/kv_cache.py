@@ -1,7 +1,7 @@
 """The paged key-value cache: allocation of blocks, and the tensors that they index.
 
 A block is `page_size` consecutive slots; a slot holds one token's keys and values in every layer. Full blocks are named
-by the digest of a key (`BlockKey`) over everything that decides their contents, so equal names mean equal contents, and
+by a digest (`block_name`) of everything that decides their contents, so equal names mean equal contents, and
 requests with a common prefix share blocks. A prompt's end that fills part of a block, its tail, has such a name, too:
 its block's request goes on writing behind it, so others copy it into a block of their own.
 """
@@ -37,18 +37,14 @@ class SequenceKey:
         return blake2b(b"policy version %d" % self.policy_version + adapter, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class BlockKey:
-    """Everything that decides the keys and values of a block: its tokens and everything before them."""
+def block_name(parent: bytes, tokens: bytes, content: bytes = b"") -> bytes:
+    """The name of a block, from everything that decides its keys and values: its tokens and everything before them.
 
-    parent: bytes  # name of the block before it; of the first one, the sequence's
-    token_ids: np.ndarray  # [page_size] int64; of a tail fewer
-    content: bytes = b""  # `ModelInput.content_key` of its tokens; b"" for text
-
-    def name(self) -> bytes:
-        tokens = np.ascontiguousarray(self.token_ids).tobytes()
-        length = len(tokens).to_bytes(8, "little")  # so that neither tokens nor content can be taken for the other
-        return blake2b(tokens + self.content, digest_size=16, key=self.parent, salt=length).digest()
+    `parent`: the name of the block before it; of the first one, the sequence's. `tokens`: their ids, int64, of a tail
+    fewer than of a block. `content`: their `ModelInput.content_key`; b"" for text.
+    """
+    length = len(tokens).to_bytes(8, "little")  # so that neither tokens nor content can be taken for the other
+    return blake2b(tokens + content, digest_size=16, key=parent, salt=length).digest()
 
 
 class BlockManager:
@@ -87,9 +83,9 @@ class BlockManager:
 
         `model_input`: contents of the tokens; None for text. `adapter`: the one that computes them.
         """
-        size = self.page_size
-        for begin in range(len(hashes) * size, count * size, size):
-            hashes.append(self._name(hashes, token_ids[begin : begin + size], begin, model_input, adapter))
+        size, known = self.page_size, len(hashes)
+        if known < count:
+            hashes += self._names(hashes, token_ids[known * size : count * size], known * size, model_input, adapter)
         return hashes
 
     def tail(
@@ -102,19 +98,28 @@ class BlockManager:
         """The name of what `token_ids` has after its whole blocks, at least one token. `hashes`: names of those."""
         whole = len(token_ids) // self.page_size
         begin = whole * self.page_size
-        return self._name(hashes[:whole], token_ids[begin:], begin, model_input, adapter)
+        return self._names(hashes[:whole], token_ids[begin:], begin, model_input, adapter)[0]
 
-    def _name(
+    def _names(
         self,
         before: list[bytes],
         token_ids: np.ndarray,
         begin: int,
         model_input: ModelInput | None,
         adapter: str | None,
-    ) -> bytes:
-        parent = before[-1] if before else SequenceKey(self._version, adapter).name()
-        content = b"" if model_input is None else model_input.content_key(begin, begin + len(token_ids))
-        return BlockKey(parent, token_ids, content).name()
+    ) -> list[bytes]:
+        """Of blocks of tokens from position `begin` on, the last of which may be a tail."""
+        name = before[-1] if before else SequenceKey(self._version, adapter).name()
+        size, end = self.page_size, begin + len(token_ids)
+        tokens, step = token_ids.tobytes(), size * token_ids.itemsize
+        names, content = [], b""
+        for at in range(begin, end, size):
+            if model_input is not None:
+                content = model_input.content_key(at, min(at + size, end))
+            first = (at - begin) // size * step
+            name = block_name(name, tokens[first : first + step], content)
+            names.append(name)
+        return names
 
     def holder(self, name: bytes) -> int | None:
         """The block of this name."""

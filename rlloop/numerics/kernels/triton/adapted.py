@@ -19,7 +19,7 @@ from torch import Tensor
 from rlloop.numerics.kernels.terms import Products
 from rlloop.numerics.kernels.triton import grouped, small_batch_tiles
 from rlloop.numerics.kernels.triton import linear as products
-from rlloop.numerics.kernels.triton.launch import aligned, gluon_runs
+from rlloop.numerics.kernels.triton.launch import aligned, cdiv, gluon_runs
 from rlloop.numerics.kernels.triton.packed import sums
 from rlloop.numerics.kernels.triton.several_adapters import several_adapters
 from rlloop.numerics.kernels.triton.sorting import Groups, sorted_by_group
@@ -71,7 +71,7 @@ def continued(
     out = base if dtype == torch.float32 else base.new_empty(rows, outputs, dtype=dtype)
     if out.numel():
         up_slot, up_output, up_term = up.stride() if by_row else (up.stride(0), up.stride(2), up.stride(1))
-        grid = (triton.cdiv(rows, ROWS) * triton.cdiv(outputs, OUTPUTS),)
+        grid = (cdiv(rows, ROWS) * cdiv(outputs, OUTPUTS),)
         _continue[grid](
             base, z, up, slots.contiguous(), ranks, base if bias is None else aligned(bias), out, rows, outputs,
             z.shape[1], up_slot, up_output, up_term, ROWS=ROWS, OUTPUTS=OUTPUTS, TERMS=TERMS,
@@ -125,7 +125,7 @@ def adapted_rows(
     out = base if dtype == torch.float32 else base.new_empty(base.shape, dtype=dtype)
     if out.numel():
         tasks, outputs, up = len(groups.table), base.shape[1], factors.up.to(z.dtype)
-        _continue_sorted[(tasks * triton.cdiv(outputs, OUTPUTS),)](
+        _continue_sorted[(tasks * cdiv(outputs, OUTPUTS),)](
             base, z, up, order, groups.offsets, groups.table, factors.ranks, base if bias is None else aligned(bias),
             out, tasks, outputs, z.shape[1], *up.stride(), ROWS=groups.height.rows, OUTPUTS=OUTPUTS, TERMS=TERMS,
             HAS_BIAS=bias is not None, num_warps=4, num_stages=1,

@@ -27,6 +27,7 @@ from rlloop.numerics.kernels.triton.launch import (
     EXACT,
     HOPPER,
     aligned,
+    cdiv,
     generation,
     gluon_runs,
     hopper,
@@ -329,7 +330,7 @@ def attention(
     query_start, context, block_start = query_start.contiguous(), context.contiguous(), block_start.contiguous()
     sequences, blocks = block_start.shape
     single = causal and tokens == sequences
-    segments, share = triton.cdiv(blocks * block_size, SEGMENT), heads // groups
+    segments, share = cdiv(blocks * block_size, SEGMENT), heads // groups
     most = limit(q.dtype) if fixed(q.dtype, width, v_width, window, sinks is not None) else 0.0
     form = 0 if segments == 1 or window else 2 if single else 1
     wide = groups == 1 and width > v_width >= WIDE and (v.data_ptr(), v_step) == (k.data_ptr(), width)

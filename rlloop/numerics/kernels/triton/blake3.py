@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton.launch import cdiv
+
 _LANES = 64
 _BYTES = 1024  # of a chunk
 
@@ -164,7 +166,7 @@ def _words(tensor: Tensor) -> tuple[Tensor, int]:
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     size = raw.numel()
     if size % 4 or raw.data_ptr() % 4 or size == 0:
-        padded = torch.zeros(max(4, triton.cdiv(size, 4) * 4), dtype=torch.uint8, device=raw.device)
+        padded = torch.zeros(max(4, cdiv(size, 4) * 4), dtype=torch.uint8, device=raw.device)
         padded[:size] = raw
         raw = padded
     return raw.view(torch.int32), size
@@ -175,11 +177,11 @@ def digests(tensors: Sequence[Tensor]) -> list[bytes]:
     if not tensors:
         return []
     device = tensors[0].device
-    counts = [max(1, triton.cdiv(tensor.numel() * tensor.element_size(), _BYTES)) for tensor in tensors]
+    counts = [max(1, cdiv(tensor.numel() * tensor.element_size(), _BYTES)) for tensor in tensors]
     nodes, start = torch.empty(sum(counts), 8, dtype=torch.int32, device=device), 0
     for tensor, count in zip(tensors, counts, strict=True):
         words, size = _words(tensor)
-        _chunks[(triton.cdiv(count, _LANES),)](words, nodes[start:], size, count, LANES=_LANES, num_warps=2)
+        _chunks[(cdiv(count, _LANES),)](words, nodes[start:], size, count, LANES=_LANES, num_warps=2)
         start += count
     each = torch.tensor(counts, device=device)
     for _ in range((max(counts) - 1).bit_length()):
@@ -190,9 +192,7 @@ def digests(tensors: Sequence[Tensor]) -> list[bytes]:
         index = 2 * (torch.arange(total, device=device) - (above.cumsum(0) - above)[tree])
         kinds = (index + 1 < each[tree]).int() * torch.where(each == 2, 12, 4)[tree].int()
         out = torch.empty(total, 8, dtype=torch.int32, device=device)
-        _parents[(triton.cdiv(total, _LANES),)](
-            nodes, starts[tree] + index, kinds, out, total, LANES=_LANES, num_warps=2
-        )
+        _parents[(cdiv(total, _LANES),)](nodes, starts[tree] + index, kinds, out, total, LANES=_LANES, num_warps=2)
         nodes, each = out, above
     plain = nodes.cpu().numpy().tobytes()
     return [plain[at : at + 32] for at in range(0, len(plain), 32)]

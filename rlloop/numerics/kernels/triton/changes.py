@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton.launch import cdiv
+
 BLOCK = 512  # elements
 CLASSES = 256
 _FOUND = 16  # changes of a program
@@ -70,12 +72,10 @@ def _changed(old, new, counts, n, BLOCK: tl.constexpr, COUNTED: tl.constexpr):
 
 def changed(old: Tensor, new: Tensor) -> Tensor:
     """[blocks] int32: changes in each block. `old` and `new` are flat."""
-    blocks = triton.cdiv(len(old), BLOCK)
+    blocks = cdiv(len(old), BLOCK)
     counts = torch.empty(blocks, dtype=torch.int32, device=old.device)
     if blocks:
-        _changed[(triton.cdiv(blocks, _COUNTED),)](
-            old, new, counts, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
-        )
+        _changed[(cdiv(blocks, _COUNTED),)](old, new, counts, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8)
     return counts
 
 
@@ -94,7 +94,7 @@ def places_of(old: Tensor, new: Tensor, counts: Tensor, count: int) -> Tensor:
     """[count] int64: where flat patterns differ, ascending. `counts` is `changed` of them, and `count` its sum."""
     indices = torch.empty(count, dtype=torch.int64, device=old.device)
     before = counts.cumsum(0) - counts
-    _list[(triton.cdiv(len(counts), _COUNTED),)](
+    _list[(cdiv(len(counts), _COUNTED),)](
         old, new, before, indices, len(old), BLOCK=BLOCK, COUNTED=_COUNTED, num_warps=8
     )
     return indices
@@ -133,7 +133,7 @@ def _count(
 def before_blocks(patterns: Tensor, order: Order, chunk: int) -> Tensor:
     """[chunks, 256, blocks] int32: elements of each class in a chunk's earlier blocks. `patterns` is flat."""
     assert chunk % (8 * BLOCK) == 0, chunk
-    chunks, blocks = triton.cdiv(len(patterns), chunk), chunk // BLOCK
+    chunks, blocks = cdiv(len(patterns), chunk), chunk // BLOCK
     table = torch.empty(chunks, CLASSES, blocks, dtype=torch.int32, device=patterns.device)
     _count[(chunks * blocks // 8,)](
         patterns, table, len(patterns), MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=blocks,
@@ -173,7 +173,7 @@ def locate(old: Tensor, new: Tensor, indices: Tensor, before: Tensor, order: Ord
     keys = torch.empty(count, dtype=torch.int16, device=old.device)
     ranks, zigzags = (torch.empty(count, dtype=torch.int32, device=old.device) for _ in range(2))
     if count:
-        _locate[(triton.cdiv(count, _FOUND),)](
+        _locate[(cdiv(count, _FOUND),)](
             old, new, indices, before, keys, ranks, zigzags, len(old), count, BITS=order.bits, FLOATING=order.floating,
             MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2], CLASSES=CLASSES, FOUND=_FOUND,
             num_warps=4,
@@ -197,7 +197,7 @@ def gaps_of(located: Located) -> Located:
     keys, order = torch.sort(located.keys, stable=True)
     gaps, zigzags = torch.empty_like(located.ranks), torch.empty_like(located.zigzags)
     if len(keys):
-        _close[(triton.cdiv(len(keys), 1024),)](
+        _close[(cdiv(len(keys), 1024),)](
             keys, order, located.ranks, located.zigzags, gaps, zigzags, len(keys), BLOCK=1024, num_warps=4
         )
     return Located(keys, gaps, zigzags)
@@ -241,7 +241,7 @@ def place(old: Tensor, before: Tensor, located: Located, order: Order) -> tuple[
     count = len(located.keys)
     indices, values = torch.empty(count, dtype=torch.int64, device=old.device), old.new_empty(count)
     if count:
-        _place[(triton.cdiv(count, _FOUND),)](
+        _place[(cdiv(count, _FOUND),)](
             old, before, *located, indices, values, len(old), count, BITS=order.bits, FLOATING=order.floating,
             MASK=order.mask, SHIFT=order.shift, BLOCK=BLOCK, PER_CHUNK=before.shape[2],
             STEPS=before.shape[2].bit_length(), CLASSES=CLASSES, FOUND=_FOUND, num_warps=4,
@@ -271,5 +271,5 @@ def put(addresses: Tensor, values: Tensor) -> Tensor:
     wrong, n = torch.zeros(1, dtype=torch.int32, device=values.device), len(values)
     if n:
         for kernel, options in ((_put, ()), (_compare, (wrong,))):
-            kernel[(triton.cdiv(n, 1024),)](addresses, values, *options, n, BLOCK=1024, num_warps=4)
+            kernel[(cdiv(n, 1024),)](addresses, values, *options, n, BLOCK=1024, num_warps=4)
     return wrong

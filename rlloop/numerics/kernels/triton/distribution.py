@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 from rlloop.numerics.kernels.triton.random import uniform
 from rlloop.numerics.layout import VOCABULARY_BLOCK as BLOCK
 
@@ -342,7 +342,7 @@ class Rows:
         self.logits, self.processing = aligned(logits), processing
         self.count, size = logits.shape
         self.block = min(BLOCK, power_of_two(size, 16)) if part is None else BLOCK
-        blocks = triton.cdiv(size, self.block)
+        blocks = cdiv(size, self.block)
         self.size = {"SIZE": size}
         self.cuts, self.parts = logits.new_empty(self.count, 3), logits.new_empty(self.count, 2, 3, blocks)
         self.shared = (self.logits, *processing, self.cuts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two, rows_like
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, hopper, power_of_two, rows_like
 from rlloop.numerics.kernels.triton.meeting import Meeting, meet, met, place
 
 NUMBERS = 2048  # a program of the activation has so many
@@ -74,10 +74,10 @@ def rms_norm(
     if rows:
         block = power_of_two(width)
         height = max(1, NORM_NUMBERS // block)
-        if meeting is not None and triton.cdiv(rows, height) > WAITING:
+        if meeting is not None and cdiv(rows, height) > WAITING:
             meet(meeting)
             meeting = None
-        _rms_norm[(triton.cdiv(rows, height),)](
+        _rms_norm[(cdiv(rows, height),)](
             x, x if residual is None else aligned(residual), weight, x if residual is None else stream, out, scales,
             rows, eps, *(meeting or (x, x, 0, 0)), WIDTH=width, BLOCK=block, ROWS=height,
             HAS_RESIDUAL=residual is not None, RANKS=0 if meeting is None else len(meeting.flags), AHEAD=ahead,
@@ -121,7 +121,7 @@ def backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
     block = power_of_two(width)
     height = max(1, NORM_NUMBERS // block)
     programs = BACKWARD_PROGRAMS if block >= 1024 else NARROW_PROGRAMS // block
-    return block, height, max(1, min(programs, triton.cdiv(rows, height)))
+    return block, height, max(1, min(programs, cdiv(rows, height)))
 
 
 def rms_norm_backward(
@@ -246,7 +246,7 @@ def gelu(x: Tensor, tanh: bool) -> Tensor:
     x = aligned(x)
     out = torch.empty_like(x)
     if out.numel():
-        _gelu[(triton.cdiv(out.numel(), NUMBERS),)](x, out, out.numel(), tanh, NUMBERS, num_warps=4, **EXACT)
+        _gelu[(cdiv(out.numel(), NUMBERS),)](x, out, out.numel(), tanh, NUMBERS, num_warps=4, **EXACT)
     return out
 
 
@@ -272,7 +272,7 @@ def gelu_backward(x: Tensor, tanh: bool, grad: Tensor) -> Tensor:
     x, grad = aligned(x), aligned(grad)
     grad_x = torch.empty_like(x)
     if x.numel():
-        _gelu_backward[(triton.cdiv(x.numel(), NUMBERS),)](x, grad, grad_x, x.numel(), tanh, NUMBERS, num_warps=4)
+        _gelu_backward[(cdiv(x.numel(), NUMBERS),)](x, grad, grad_x, x.numel(), tanh, NUMBERS, num_warps=4)
     return grad_x
 
 
@@ -288,7 +288,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = aligned(gate), aligned(up)
     out = rows_like(gate, *gate.shape)
     if out.numel():
-        _silu_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
+        _silu_mul[(cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
     return out
 
 
@@ -320,7 +320,7 @@ def _silu_mul_gradients(gate: Tensor, up: Tensor, grad: Tensor, remade: Tensor |
     gate, up, grad = aligned(gate), aligned(up), aligned(grad)
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _silu_mul_backward[(triton.cdiv(gate.numel(), NUMBERS),)](
+        _silu_mul_backward[(cdiv(gate.numel(), NUMBERS),)](
             gate, up, grad, grad_gate, grad_up, gate if remade is None else remade, gate.numel(), NUMBERS,
             REMADE=remade is not None, num_warps=4,
         )  # fmt: skip
@@ -339,7 +339,7 @@ def sigmoid_mul(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = aligned(gate), aligned(up)
     out = rows_like(up, *up.shape)
     if out.numel():
-        _sigmoid_mul[(triton.cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
+        _sigmoid_mul[(cdiv(out.numel(), NUMBERS),)](gate, up, out, out.numel(), NUMBERS, num_warps=4, **EXACT)
     return out
 
 
@@ -373,7 +373,7 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, sign: float) ->
     if out.numel():
         block = power_of_two(width // 2)
         height = max(1, 1024 // block)
-        _rope[(triton.cdiv(tokens * heads, height),)](
+        _rope[(cdiv(tokens * heads, height),)](
             x, x.stride(0), positions.contiguous(), cos.contiguous(), sin.contiguous(), float(sign), out,
             tokens * heads, HEADS=heads, HALF=width // 2, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
         )  # fmt: skip
@@ -399,7 +399,5 @@ def squares_of_rows(x: Tensor) -> Tensor:
     if rows:
         block = min(1024, power_of_two(width))
         height = 1024 // block
-        _squares_of_rows[(triton.cdiv(rows, height),)](
-            x, out, rows, width, BLOCK=block, ROWS=height, num_warps=4, **EXACT
-        )
+        _squares_of_rows[(cdiv(rows, height),)](x, out, rows, width, BLOCK=block, ROWS=height, num_warps=4, **EXACT)
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlloop.numerics.fp8 import Fp8Weight
 from rlloop.numerics.kernels.triton import fp8, grouped, packed, sorting
-from rlloop.numerics.kernels.triton.launch import EXACT
+from rlloop.numerics.kernels.triton.launch import EXACT, cdiv
 
 ROWS, COLUMNS = 4, 256  # of a program of the activation
 
@@ -52,7 +52,7 @@ def _activated(both: Tensor) -> Tensor:
     rows, width = len(both), both.shape[1] // 2
     out = both.new_empty(rows, width)
     if rows:
-        grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))
+        grid = (cdiv(rows, ROWS), cdiv(width, COLUMNS))
         _silu_halves[grid](both, out, rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4, **EXACT)
     return out
 
@@ -61,7 +61,7 @@ def _activated_backward(both: Tensor, grad: Tensor) -> Tensor:
     rows, width = grad.shape
     out = torch.empty_like(both)
     if rows:
-        grid = (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))
+        grid = (cdiv(rows, ROWS), cdiv(width, COLUMNS))
         _silu_halves_backward[grid](both, grad, out, rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return out
 

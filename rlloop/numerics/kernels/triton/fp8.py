@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.fp8 import BLOCK, Fp8Weight
-from rlloop.numerics.kernels.triton.launch import aligned
+from rlloop.numerics.kernels.triton.launch import aligned, cdiv
 from rlloop.numerics.kernels.triton.sorting import Groups, groups_of, height_for
 
 BAND = 8  # tiles of rows that share what they read of the weights
@@ -56,11 +56,11 @@ def _quantise(x, codes, scales, rows, width, blocks, ROWS: tl.constexpr, BLOCK: 
 
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     x, (rows, width) = aligned(x), x.shape
-    blocks = triton.cdiv(width, BLOCK)
+    blocks = cdiv(width, BLOCK)
     codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
     if codes.numel():
-        _quantise[(triton.cdiv(rows, QUANTISED), blocks)](
+        _quantise[(cdiv(rows, QUANTISED), blocks)](
             x, codes, scales, rows, width, blocks, ROWS=QUANTISED, BLOCK=BLOCK, num_warps=4
         )
     return codes, scales
@@ -85,8 +85,8 @@ def fp8_dequantised(codes: Tensor, scales: Tensor, span: int, dtype: torch.dtype
     codes, scales = codes.contiguous(), scales.contiguous()
     out, width = torch.empty(codes.shape, dtype=dtype, device=codes.device), codes.shape[-1]
     if out.numel():
-        rows, blocks = codes.numel() // width, triton.cdiv(width, BLOCK)
-        _dequantise[(triton.cdiv(rows, 32), blocks)](
+        rows, blocks = codes.numel() // width, cdiv(width, BLOCK)
+        _dequantise[(cdiv(rows, 32), blocks)](
             codes, scales, out, rows, width, span, blocks, ROWS=32, BLOCK=BLOCK, num_warps=4
         )
     return out
@@ -156,8 +156,8 @@ def product(
         return out
     height = height_for(rows, 1, torch.bfloat16) if groups is None else groups.height
     tiles, table = TILES[height.rows], codes if groups is None else groups.table
-    tasks = triton.cdiv(rows, height.rows) if groups is None else len(groups.table)
-    _product[(tasks * triton.cdiv(outputs, tiles.outputs),)](
+    tasks = cdiv(rows, height.rows) if groups is None else len(groups.table)
+    _product[(tasks * cdiv(outputs, tiles.outputs),)](
         codes, scales, weight.codes, weight.scales, out, table if order is None else order,
         table if groups is None else groups.offsets, table, rows, tasks, outputs, width, weight.span, blocks,
         max(gather, 1), ROWS=height.rows, OUTPUTS=tiles.outputs, BLOCK=BLOCK, GROUPED=groups is not None,

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, aligned, hopper
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, aligned, cdiv, hopper
 from rlloop.numerics.kernels.triton.sorting import Groups
 
 BAND = 8  # tiles of rows that share what they read of the weights
@@ -184,7 +184,7 @@ def product(
         block = [tiles.outputs, tiles.width] if by_row else [tiles.width, tiles.outputs]
         w_tiles = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [1, *block])
     tasks = len(groups.table)
-    _product[(tasks * triton.cdiv(outputs, tiles.outputs),)](
+    _product[(tasks * cdiv(outputs, tiles.outputs),)](
         x, weight, x_tiles, w_tiles, out, groups.table if order is None else order, groups.offsets, groups.table, tasks,
         len(weight), outputs, width, weight.stride(0), w_row, w_column, max(gather, 1), ROWS=height,
         OUTPUTS=tiles.outputs, WIDTH=tiles.width, BY_ROW=by_row, WHOLE=width % tiles.width == 0, GATHER=gather > 0,
@@ -236,7 +236,7 @@ def weight_gradient(
     half = left.dtype.itemsize == 2
     tile, depth, warps = (128, 64, 8) if half else (64, 16, 4)
     if out.numel():
-        grid = (triton.cdiv(outputs, tile) * triton.cdiv(columns, tile), count)
+        grid = (cdiv(outputs, tile) * cdiv(columns, tile), count)
         _weight_gradient[grid](
             left, right, out, offsets if order is None else order, offsets, outputs, columns, max(1, gather_right),
             OUTPUTS=tile, COLUMNS=tile, ROWS=depth, GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right > 0,

@@ -18,7 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton import small_batch_tiles
-from rlloop.numerics.kernels.triton.launch import ROOM, ROOMY, aligned, gluon_runs, power_of_two, rows_like, with_room
+from rlloop.numerics.kernels.triton.launch import (
+    ROOM,
+    ROOMY,
+    aligned,
+    cdiv,
+    gluon_runs,
+    power_of_two,
+    rows_like,
+    with_room,
+)
 
 FEW_ROWS = 256
 # Up to `OUR_ROWS` rows our kernel is as fast as cuBLAS, or faster; up to `FEW_ROWS` also where rows fill its tiles and
@@ -132,7 +141,7 @@ def _linear(
 def few_rows(x: Tensor, outputs: int, rows: int | None = None) -> Callable[..., None] | None:
     """The kernel for few rows (those of x, or so many), or None: it copies rows of 16-bit numbers that begin at
     multiples of 16 bytes."""
-    rows, width = rows or len(x), x.shape[1]
+    rows, width = rows or x.shape[0], x.shape[1]
     if rows > FEW_ROWS or x.itemsize != 2 or width == 0 or width % 8 or not gluon_runs(x.device):
         return None
     from rlloop.numerics.kernels.triton import small_batch_linear
@@ -159,7 +168,7 @@ def chain(
         small_batch(x, weight, bias, out, addresses=addresses)
         return out
     tiles = tiles or tiles_for(rows, outputs, width, x.dtype)
-    grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(outputs, tiles.outputs),)
+    grid = (cdiv(rows, tiles.rows) * cdiv(outputs, tiles.outputs),)
     _linear[grid](
         aligned(x), aligned(weight), weight if bias is None else aligned(bias), out, rows, outputs, width,
         out if addresses is None else addresses, out.stride(0), ROWS=tiles.rows, OUTPUTS=tiles.outputs,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlloop.numerics.kernels.triton import small_batch_tiles
 from rlloop.numerics.kernels.triton.elementwise import silu_mul
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, gluon_runs
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, gluon_runs
 from rlloop.numerics.kernels.triton.linear import MANY_ROWS, OUR_ROWS, by_vendor, product
 
 
@@ -126,7 +126,7 @@ def qkv_linear(
         one, other, last = (product(x, weight, None, dtype) for weight in weights)
         return one, other, last
     one, other, last = (x.new_empty(len(x), len(weight), dtype=dtype) for weight in weights)
-    grid = (sum(map(len, weights)) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)
+    grid = (sum(map(len, weights)) // tiles.outputs * cdiv(len(x), tiles.rows),)
     _qkv[grid](
         aligned(x), *map(aligned, weights), one, other, last, len(x), FIRST=len(q_weight), SECOND=len(k_weight),
         THIRD=len(v_weight), WIDTH=x.shape[1], ROWS=tiles.rows, OUTPUTS=tiles.outputs, K=tiles.width,
@@ -165,7 +165,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     if tiles is None:
         return silu_mul(product(x, gate, None, x.dtype), product(x, up, None, x.dtype))
     out = x.new_empty(len(x), len(gate))
-    _gated[(len(gate) // tiles.outputs * triton.cdiv(len(x), tiles.rows),)](
+    _gated[(len(gate) // tiles.outputs * cdiv(len(x), tiles.rows),)](
         aligned(x), aligned(gate), aligned(up), out, len(x), OUTPUTS=len(gate), WIDTH=x.shape[1], ROWS=tiles.rows,
         TILE=tiles.outputs, K=tiles.width, num_warps=tiles.warps, num_stages=tiles.stages, **EXACT,
     )  # fmt: skip

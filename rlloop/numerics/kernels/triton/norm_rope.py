@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles, norm_gradient
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 from rlloop.numerics.kernels.triton.qkv_cache_write import turned
 
 
@@ -42,7 +42,7 @@ def norm_rope(
     if tokens:
         block = power_of_two(width, 2)
         height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
-        _norm_rope[(triton.cdiv(tokens * max(heads, groups), height), 2)](
+        _norm_rope[(cdiv(tokens * max(heads, groups), height), 2)](
             q, k, aligned(q_weight), aligned(k_weight), positions.contiguous(), aligned(cos), aligned(sin),
             *outputs, *scales, tokens, eps, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height,
             num_warps=4, **EXACT,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton import grouped, linear
 from rlloop.numerics.kernels.triton.grouped import activated, rows_of, task_of
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, generation, hopper
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, generation, hopper
 from rlloop.numerics.kernels.triton.sorting import Groups, Tiles, groups_of
 from rlloop.numerics.packed import FP8, INT4, MXFP4, NVFP4, PackedWeight
 
@@ -142,7 +142,7 @@ def dequantised(weight: PackedWeight) -> Tensor:
     flat, width = codes.numel() // codes.shape[-1], codes.shape[-1] * packing.each
     out = torch.empty(*codes.shape[:-1], width, dtype=weight.dtype, device=codes.device)
     if out.numel():
-        _dequantise[(triton.cdiv(flat, 32), triton.cdiv(width, WIDTH))](
+        _dequantise[(cdiv(flat, 32), cdiv(width, WIDTH))](
             *_parts(weight), out, flat, width, KIND=KIND[packing], EACH=packing.each, GROUP=packing.group, OUTPUTS=32,
             WIDTH=WIDTH, num_warps=4, **EXACT,
         )  # fmt: skip
@@ -251,7 +251,7 @@ def _multiplied(
     height, early = groups.height.rows, hopper(x.device)
     tiles = TILES[groups.height.most] if fast else OTHERS
     tasks, step = len(groups.table), tiles.outputs // (2 if activate else 1)
-    _product[(tasks * triton.cdiv(outputs, step),)](
+    _product[(tasks * cdiv(outputs, step),)](
         aligned(x), codes, scales, tensor_scale, out, groups.table if order is None else order, groups.offsets,
         groups.table, tasks, weight.codes.shape[0] if groups.each else 0, outputs, width, max(gather, 1),
         KIND=KIND[packing], PER=packing.each, GROUP=packing.group, FAST=fast, WHOLE=width % tiles.width == 0,

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.attention import attention, decodes
 from rlloop.numerics.kernels.triton.elementwise import rms_norm
-from rlloop.numerics.kernels.triton.launch import EXACT, ROOM, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, ROOM, aligned, cdiv, hopper, power_of_two
 from rlloop.numerics.kernels.triton.linear import few_rows, product
 from rlloop.numerics.kernels.triton.meeting import Meeting, begin, meet, met, place
 from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
@@ -84,7 +84,7 @@ def write(
     rows, width = x.shape
     block = min(1024 if rows > 1 else NUMBERS, power_of_two(width))
     height = max(1, min(NUMBERS // block, power_of_two(rows)))
-    tasks = triton.cdiv(rows, height) * triton.cdiv(width, block)
+    tasks = cdiv(rows, height) * cdiv(width, block)
     early = hopper(x.device) and programs >= tasks  # fewer are on a stream of their own
     one, places = meeting is not None and tasks == 1, len(addresses)
     flags, round, rank, index = meeting or (addresses, addresses, 0, 0)
@@ -120,7 +120,7 @@ def write_chosen(x: Tensor, chosen: Tensor, begin: int, end: int, addresses: Ten
     x, chosen, width = aligned(x), chosen.contiguous(), x.shape[-1]
     block = min(1024, power_of_two(width))
     if chosen.numel():
-        _write_chosen[(chosen.numel(), triton.cdiv(width, block))](
+        _write_chosen[(chosen.numel(), cdiv(width, block))](
             x, chosen, addresses, begin, end, width, BLOCK=block, PLACES=len(addresses), EARLY=hopper(x.device),
             num_warps=4, launch_pdl=hopper(x.device),
         )  # fmt: skip

@@ -299,7 +299,7 @@ def run(
     tile_width = power_of_two(width)
     box = min(TILE.value, block_size) if blocks > 1 else TILE.value
     k_described, v_described = (
-        TensorDescriptor(x, [len(x), groups * width], [step, 1], [box, tile_width], SWIZZLED.value)
+        TensorDescriptor(x, [x.shape[0], groups * width], [step, 1], [box, tile_width], SWIZZLED.value)
         for x, step in ((k, groups * width), (v, v_step))
     )
     tasks = (tokens * (heads // groups) // (WORKERS.value * ROWS.value) + sequences) * groups

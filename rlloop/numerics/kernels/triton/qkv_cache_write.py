@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS
-from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, cdiv, hopper, power_of_two
 
 
 @triton.jit
@@ -78,8 +78,10 @@ def _cache_write(
 
 def _apart(x: Tensor) -> tuple[Tensor, int]:
     """x [T, H, D] and the numbers from one token to the next: it may be a part of a wider tensor."""
-    step = x.stride(0)
-    if len(x) > 1 and x[0].is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and step * x.itemsize % ALIGNMENT == 0:
+    tokens, _, width = x.shape
+    step, head, number = x.stride()
+    whole = number == 1 and head == width  # a token's numbers lie one behind the other
+    if tokens > 1 and whole and x.data_ptr() % ALIGNMENT == 0 and step * x.itemsize % ALIGNMENT == 0:
         return x, step
     return aligned(x), x.shape[1] * x.shape[2]
 
@@ -95,7 +97,7 @@ def qkv_cache_write(
     normed = q_weight is not None and k_weight is not None
     block = power_of_two(width, 2)
     height = max(1, NORM_NUMBERS // block)  # as `rms_norm` has it: the order of a sum follows the tile
-    _cache_write[(triton.cdiv(tokens * heads, height), 3)](
+    _cache_write[(cdiv(tokens * heads, height), 3)](
         q, k, v, aligned(q_weight) if normed else q, aligned(k_weight) if normed else k, positions.contiguous(),
         aligned(cos), aligned(sin), slots.contiguous(), out, keys, values, tokens, eps, Q_STEP=q_step, K_STEP=k_step,
         V_STEP=v_step, HEADS=heads, GROUPS=groups, WIDTH=width, BLOCK=block, ROWS=height, NORMED=normed, EARLY=early,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 
 CHANNELS, ROWS = 256, 8  # of a program of the convolution
 STEPS = 32  # of a program of its backward: as many times `ROWS` tokens
@@ -93,8 +93,8 @@ def causal_conv(
         return out
     has_states = states is not None and context is not None and rows is not None
     single, query_start = has_states and tokens == sequences, query_start.contiguous()
-    blocks = triton.cdiv(channels, CHANNELS)
-    _convolution[(triton.cdiv(tokens, ROWS), blocks)](
+    blocks = cdiv(channels, CHANNELS)
+    _convolution[(cdiv(tokens, ROWS), blocks)](
         x, taps, x if bias is None else aligned(bias), query_start, context if has_states else query_start,
         rows if has_states else query_start, states if has_states else x, out, tokens, sequences, CHANNELS=channels,
         BLOCK=CHANNELS, TAPS=width, ROWS=ROWS, HAS_BIAS=bias is not None, HAS_STATES=has_states, SINGLE=single,
@@ -142,10 +142,10 @@ def causal_conv_backward(
     x: Tensor, weight: Tensor, query_start: Tensor, grad: Tensor, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, grad, taps, (tokens, channels), width = aligned(x), aligned(grad), weight[:, 0].T, x.shape, weight.shape[2]
-    grad_x, programs, count = torch.empty_like(x), triton.cdiv(tokens, ROWS * STEPS), power_of_two(width + 1)
+    grad_x, programs, count = torch.empty_like(x), cdiv(tokens, ROWS * STEPS), power_of_two(width + 1)
     partials = torch.empty(programs, count, channels, device=x.device)
     if tokens:
-        _convolution_backward[(programs, triton.cdiv(channels, CHANNELS))](
+        _convolution_backward[(programs, cdiv(channels, CHANNELS))](
             x, aligned(taps), query_start.contiguous(), grad, grad_x, partials, tokens, len(query_start) - 1,
             CHANNELS=channels, BLOCK=CHANNELS, TAPS=width, PARTS=count, ROWS=ROWS, STEPS=STEPS, num_warps=4,
         )  # fmt: skip
@@ -167,7 +167,7 @@ def recurrent_gates(a: Tensor, rate: Tensor, bias: Tensor, floor: float) -> tupl
     a = aligned(a)
     decay, step = torch.empty_like(a), torch.empty_like(a)
     if a.numel():
-        _gates[(triton.cdiv(a.numel(), NUMBERS),)](
+        _gates[(cdiv(a.numel(), NUMBERS),)](
             a, aligned(rate), aligned(bias), floor, decay, step, a.numel(), HEADS=a.shape[1], NUMBERS=NUMBERS,
             num_warps=4, **EXACT,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, hopper, power_of_two
 
 NUMBERS = 1024  # of a program of the router, about
 COLUMNS = 1024  # of a program of the sum, at most
@@ -105,7 +105,7 @@ def route(
     if tokens:
         block = power_of_two(count)
         rows = max(1, NUMBERS // block)
-        _route[(triton.cdiv(tokens, rows),)](
+        _route[(cdiv(tokens, rows),)](
             logits, bias if len(bias) else logits, given.contiguous() if len(given) else chosen, scores, chosen,
             weights, tokens, epsilon, scale, SIZE=count, BLOCK=block, TOP=top_k, TOP_WIDE=power_of_two(top_k),
             ROWS=rows, SIGMOID=sigmoid, GROUPS=groups, GROUPS_WIDE=power_of_two(groups), TOP_GROUPS=top_groups,
@@ -149,7 +149,7 @@ def combine(slots: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | Non
     slots, (tokens, top_k, width) = aligned(slots), slots.shape
     out, block, early = slots.new_empty(tokens, width), min(COLUMNS, power_of_two(width, 32)), hopper(slots.device)
     if out.numel():
-        _combine[(tokens, triton.cdiv(width, block))](
+        _combine[(tokens, cdiv(width, block))](
             slots, chosen.contiguous(), weights.contiguous(), slots if shared is None else aligned(shared), out, width,
             TOP=top_k, TOP_WIDE=power_of_two(top_k), BLOCK=block, HAS_SHARED=shared is not None, EACH=each, EARLY=early,
             num_warps=4, launch_pdl=early, **EXACT,

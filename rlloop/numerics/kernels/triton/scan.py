@@ -23,10 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, hopper, power_of_two
 from rlloop.numerics.kernels.triton.scan_decode import decode
 from rlloop.numerics.kernels.triton.scan_four import scan_four
 from rlloop.numerics.kernels.triton.scan_kernels import prepare, scan_chunks
@@ -59,15 +58,15 @@ def _places(groups: int, heads: int, key_width: int, width: int) -> dict[str, in
         "KEYS": groups * CHUNK * key_width, "VALUES": heads * CHUNK * width, "INVERSES": heads * CHUNK * CHUNK,
         "FADES": heads * CHUNK * CHUNK, "SINCE": heads * CHUNK,
     }.items():  # fmt: skip
-        places[name] = triton.cdiv(end, ALIGNED) * ALIGNED
+        places[name] = cdiv(end, ALIGNED) * ALIGNED
         end = places[name] + numbers
-    return places | {"SIZE": triton.cdiv(end, ALIGNED) * ALIGNED}
+    return places | {"SIZE": cdiv(end, ALIGNED) * ALIGNED}
 
 
 def _pieces(key_width: int, most: int) -> dict[str, int]:
     """A key's numbers in pieces of at most so many, a power of two."""
     piece = min(most, power_of_two(key_width, 16))
-    return {"PIECE": piece, "PIECES": triton.cdiv(key_width, piece)}
+    return {"PIECE": piece, "PIECES": cdiv(key_width, piece)}
 
 
 def scan(
@@ -87,7 +86,7 @@ def scan(
     has_states = states is not None and context is not None and rows is not None
     if has_states and tokens == sequences:
         columns = min(DECODE_COLUMNS, power_of_two(width, 16))
-        parts = blocks = triton.cdiv(width, columns)
+        parts = blocks = cdiv(width, columns)
         early = hopper(q.device)
         requests = aligned(context), aligned(rows)
         kept = settled and requests[0] is context and requests[1] is rows  # a copy is a launch
@@ -114,22 +113,22 @@ def scan(
         q, k, decay, beta, query_start, context, rows, store, made, begun, int(has_states), sequences,
         STAGES=PREPARE_STAGES, num_warps=PREPARE_WARPS, **_pieces(key_width, PIECE), **of_rows, **shape,
     )  # fmt: skip
-    few = triton.cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS
+    few = cdiv(width, 16) * heads * sequences <= FEW_PROGRAMS
     if few and not corrects and key_width <= FOUR_KEY:
-        scan_four[(triton.cdiv(width, 16), heads, sequences)](
+        scan_four[(cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
             STAGES=FOUR_STAGES, num_warps=4, **_pieces(key_width, FOUR_PIECE), **places, **shape,
         )  # fmt: skip
         return out
     if few and corrects:
-        scan_pairs[(triton.cdiv(width, 16), heads, sequences)](
+        scan_pairs[(cdiv(width, 16), heads, sequences)](
             q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
-            PIECES=triton.cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,
+            PIECES=cdiv(key_width, 2 * FEW_PIECE), PIECE=FEW_PIECE, STAGES=FEW_STAGES, num_warps=2, **places,
             **shape,
         )  # fmt: skip
         return out
     columns = min(COLUMNS, power_of_two(width, 16))
-    scan_chunks[(triton.cdiv(width, columns), heads, sequences)](
+    scan_chunks[(cdiv(width, columns), heads, sequences)](
         q, k, v, beta, query_start, context, rows, store, made, begun, out, int(has_states), WIDTH=width,
         COLUMNS=columns, STAGES=STAGES, num_warps=columns // 16, **_pieces(key_width, MANY_PIECE), **places, **shape,
     )  # fmt: skip

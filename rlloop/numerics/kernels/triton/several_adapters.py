@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 from rlloop.numerics.kernels.triton.linear import product
 from rlloop.numerics.kernels.triton.multi_linear import qkv_linear
 from rlloop.numerics.kernels.triton.sorting import Groups
@@ -127,11 +127,11 @@ def several_adapters(
     )  # fmt: skip
     if gated:
         sums, outs = [product(x, weight, None, torch.float32) for weight in weights], [x.new_empty(rows, sizes[0])]
-        parts = triton.cdiv(sizes[0], OUTPUTS)
+        parts = cdiv(sizes[0], OUTPUTS)
     else:
         one, other, last = weights
         sums, outs = list(qkv_linear(x, one, other, last, torch.float32)), [x.new_empty(rows, n) for n in sizes]
-        parts = sum(triton.cdiv(n, OUTPUTS) for n in sizes)
+        parts = sum(cdiv(n, OUTPUTS) for n in sizes)
     _continue[(tasks * parts,)](
         *(sums * 2)[:3], z, *(ups * 2)[:3], *(ranks * 2)[:3], *(outs * 3)[:3], order, groups.offsets, groups.table,
         tasks, rows, rank, FIRST=sizes[0], SECOND=sizes[1], THIRD=sizes[-1], GATED=gated, ROWS=groups.height.rows,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.gluon_names import barrier
-from rlloop.numerics.kernels.triton.launch import aligned, processors
+from rlloop.numerics.kernels.triton.launch import aligned, cdiv, processors
 from rlloop.numerics.kernels.triton.meeting import Meeting, meet
 from rlloop.numerics.kernels.triton.small_batch_adapters import (
     END_TO_END,
@@ -320,7 +320,7 @@ def _launch(
     z_xs = xs = _described(aligned(x), tiles.rows, tiles.width)
     z_rows, part, z_stages, stages = tiles.rows, 0, 0, tiles.stages
     tile = max(tiles.outputs, LEFT_ROWS.value * tiles.swapped)
-    row_tiles = triton.cdiv(rows, tiles.rows)
+    row_tiles = cdiv(rows, tiles.rows)
     if adapter is not None:
         rank, held = adapter.factors[0].down.shape[1], [x for each in adapter.factors for x in (each.down, each.up)]
         # A copy of a weight would be the predecessor's work.
@@ -334,7 +334,7 @@ def _launch(
         else:
             z_xs = _described(aligned(x), z_rows, z_width)
             z = adapter.which.blank(len(weights) * rows * columns, x.device)
-            z_programs = triton.cdiv(rows, z_rows) * columns // part * len(weights)
+            z_programs = cdiv(rows, z_rows) * columns // part * len(weights)
         downs = [_described(aligned(each.down).flatten(0, 1), part, z_width) for each in adapter.factors]
         ups = [_described(aligned(each.up).flatten(0, 1), tiles.outputs, columns) for each in adapter.factors]
         if adapter.slots is not None and adapter.sole is not None:
@@ -348,12 +348,12 @@ def _launch(
         stages = min(stages, ((SHARED if alone else SHARED // 2) - kept) // stage)
         if not own:
             z_stages = (stages * stage + kept - 1024) // ((LEFT_ROWS.value + part) * z_width * 2)
-            z_stages = max(2, min(12, z_stages, triton.cdiv(width, z_width)))
+            z_stages = max(2, min(12, z_stages, cdiv(width, z_width)))
     first, second, third = (described * 3)[:3]
     first_down, second_down, third_down = (downs * 3)[:3]
     first_up, second_up, third_up = (ups * 3)[:3]
     stride = outputs if form == END_TO_END.value else out.stride(0)
-    _few_rows[(row_tiles * triton.cdiv(outputs, tiles.outputs) + z_programs,)](
+    _few_rows[(row_tiles * cdiv(outputs, tiles.outputs) + z_programs,)](
         xs, first, second, third, z_xs, first_down, second_down, third_down, first_up, second_up, third_up, z, slots,
         sole, out if bias is None else aligned(bias), out, second_out, third_out, rows, outputs, width,
         out if addresses is None else addresses, stride, *(meeting or (out, out, 0, 0)), rank,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.launch import hopper, power_of_two
+from rlloop.numerics.kernels.triton.launch import cdiv, hopper, power_of_two
 
 FEW = 2048  # choices that a program of each group looks at; more are counted first, in parts
 PARTS = 32
@@ -181,9 +181,9 @@ def sorted_by_group(chosen: Tensor, count: int, dtype: torch.dtype) -> tuple[Ten
             BLOCK=power_of_two(rows, 128), EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     else:
-        blocks, wide = triton.cdiv(rows, FEW), power_of_two(count)
-        span = triton.cdiv(blocks, PARTS) * FEW
-        parts = triton.cdiv(rows, span)
+        blocks, wide = cdiv(rows, FEW), power_of_two(count)
+        span = cdiv(blocks, PARTS) * FEW
+        parts = cdiv(rows, span)
         counts = torch.empty(parts, wide, dtype=torch.int32, device=chosen.device)
         _count[(parts,)](chosen, counts, rows, span, WIDE=wide, BLOCK=FEW, num_warps=4)
         _place[(count, parts)](

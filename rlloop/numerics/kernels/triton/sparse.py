@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlloop.numerics.kernels.triton.attention import attention
-from rlloop.numerics.kernels.triton.launch import EXACT, aligned, power_of_two
+from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 from rlloop.numerics.kernels.triton.segments import TILE
 from rlloop.numerics.kernels.triton.wide_backward import selected_reads, wide_backward
 from rlloop.numerics.layout import AttentionLayout
@@ -65,7 +65,7 @@ def select(q: Tensor, k: Tensor, weights: Tensor, layout: AttentionLayout, scale
     for begin in range(0, tokens, step):
         rows = slice(begin, min(begin + step, tokens))
         scores = torch.empty(rows.stop - begin, room, device=q.device)
-        _scores[(len(scores), triton.cdiv(room, TILE))](
+        _scores[(len(scores), cdiv(room, TILE))](
             q, k, weights, layout.query_start, layout.context, layout.block_start.contiguous(), scores,
             len(layout.context), blocks, layout.block_size, begin, room, scale, HEADS=heads,
             H=power_of_two(heads, 16), WIDTH=width, W=power_of_two(width, 16), TILE=TILE, num_warps=4, **EXACT,

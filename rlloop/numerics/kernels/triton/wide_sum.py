@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlloop.numerics.kernels.triton.launch import cdiv
+
 NUMBERS = 4096  # a program adds so many
 
 
@@ -22,5 +24,5 @@ def wide_sum(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.contiguous(), right.contiguous()
     out = torch.empty(left.shape, device=left.device)
     if size := left.numel():
-        _wide_sum[(triton.cdiv(size, NUMBERS),)](left, right, out, size, NUMBERS=NUMBERS, num_warps=8)
+        _wide_sum[(cdiv(size, NUMBERS),)](left, right, out, size, NUMBERS=NUMBERS, num_warps=8)
     return out
