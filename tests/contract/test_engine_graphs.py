@@ -100,6 +100,23 @@ def test_steps_are_recorded_before_they_come(monkeypatch: pytest.MonkeyPatch, re
     assert replays["prompts"] >= 5
 
 
+@pytest.mark.parametrize("replays", [graph_sizes.LONG], indirect=True)
+@pytest.mark.parametrize(("longest", "work", "recorded"), [(0, 5e11, False), (150, 5e11, True), (150, 1.0, False)])
+def test_long_steps_of_small_models_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, replays: Replays, longest: int, work: float, recorded: bool
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 96)
+    monkeypatch.setattr(graphs, "LAUNCHED", work)
+    model = tiny_qwen3(vocab_size=VOCABULARY)
+    engine = replaying(model, longest=longest, max_running=4, max_batch_tokens=150, prefix_caching=False)
+    prompts = [[5 + (at + i) % 50 for i in range(180)] for at in range(4)]
+    sampling = [SamplingParams(max_tokens=6, seed=at, ignore_eos=True) for at in range(4)]
+    plain = [bits(each) for each in Engine(model).generate(prompts, sampling)]
+    for _ in range(2):
+        assert [bits(each) for each in engine.generate(prompts, sampling)] == plain
+    assert any(form.tokens > 96 for form in engine._graphs._recorded) is recorded  # type: ignore[union-attr]
+
+
 def test_what_cannot_be_recorded_stops_no_server(monkeypatch: pytest.MonkeyPatch, replays: Replays) -> None:
     model = tiny_qwen3(vocab_size=VOCABULARY)
     engine, captured, left = replaying(model, max_running=7), EngineGraphs._captured, iter(range(3))

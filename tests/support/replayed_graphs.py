@@ -47,8 +47,8 @@ def count_replays(monkeypatch: pytest.MonkeyPatch, long: int = graph_sizes.LONG)
     return counts
 
 
-def replaying(model: Model, kind: type[Engine] = Engine, **settings: Any) -> Engine:
-    """An engine with graphs, and what is spare on a GPU."""
+def replaying(model: Model, kind: type[Engine] = Engine, longest: int = 0, **settings: Any) -> Engine:
+    """An engine with graphs, and what is spare on a GPU. `longest`: of `EngineGraphs`."""
     engine = kind(model, **settings)
     size, room = engine.page_size, engine._num_blocks * engine.page_size
     rows = engine._max_running + engine._saved_states
@@ -56,6 +56,6 @@ def replaying(model: Model, kind: type[Engine] = Engine, **settings: Any) -> Eng
         model.cache_spec(), room, model.dtype, model.device, model.state_spec(), rows, size, engine.sleeps
     )  # fmt: skip
     engine._choices = ChoiceStore.of(model, room + size)
-    engine._graphs = EngineGraphs(model, engine._cache, size, engine._choices)
+    engine._graphs = EngineGraphs(model, engine._cache, size, engine._choices, longest)
     engine._scheduler = engine._new_scheduler()
     return engine

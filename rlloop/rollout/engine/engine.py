@@ -127,7 +127,7 @@ class Engine(AdapterVerbs, Steps):
         self._graphs = None
         open_peers(model, model.context.tp, self._device, max_batch_tokens)
         if self._device.type == "cuda":
-            self._graphs = EngineGraphs(model, self._cache, page_size, self._choices)
+            self._graphs = EngineGraphs(model, self._cache, page_size, self._choices, max_batch_tokens)
         self._scheduler = self._new_scheduler()
         self._flight: Flight | None = None
         self._ended: list[tuple[Request, bool]] = []  # not returned yet, and True if a stop token ended them

@@ -32,11 +32,12 @@ def rounded_rows(rows: int) -> int:
 
 
 def rounded_tokens(count: int) -> int:
-    """As `rounded` up to 256, whose time is that of reading weights; then no more than a fifth is idle. Even."""
+    """As `rounded` up to 256, whose time is that of reading weights; then no more than a fifth is idle, beyond 2,048 an
+    eighth. Even."""
     if count <= 256:
         return (count := rounded(count)) + count % 2
     power = 1 << (count - 1).bit_length()
-    return multiple(count, power // 8)
+    return multiple(count, min(power // 8, 256))
 
 
 def multiple(count: int, of: int) -> int:

@@ -6,9 +6,10 @@ seeds, state rows and pages from its own buffers, and the weights in place, so t
 Steps that decode are recorded when one first needs it. Unused rows decode token 0 at position 0 into a spare slot. If
 no row's distribution is warped (truncated, scaled or banned), the graph draws the tokens as well.
 
-Steps with prompts (prefill, decoding beside it or not) are recorded up to `MOST_TOKENS`, beyond which the host keeps
-pace with the device, and when `SEEN` steps of their form have come; the `KEPT` latest used are kept. The form has a
-number of tokens, too; padding makes up further rows in a spare page. Logits are left to the engine.
+Steps with prompts (prefill, decoding beside it or not) are recorded up to `MOST_TOKENS`, of small models up to the
+engine's longest step: beyond, the host keeps pace with the device. They are recorded when `SEEN` steps of their form
+have come; the `KEPT` latest used are kept. The form has a number of tokens, too; padding makes up further rows in a
+spare page. Logits are left to the engine.
 
 A server records the usual steps before it answers (`prepare`): each takes longer than a request may wait. Ranks that
 take their steps together record the same ones in the same order.
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
+# Products of a weight and a token's number that take a Hopper GPU 2 ms; launching a layer takes the host 1 to 2 ms.
+LAUNCHED, FILL = 5e11, 1024  # and tokens that may fill up the engine's longest step
 HOST_DRAWN = 64  # rows of the steps that `prepare` records and that leave drawing to the host, at most
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
@@ -66,7 +69,10 @@ class _Recorded:
 class EngineGraphs:
     """Graphs of an engine's steps."""
 
-    def __init__(self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None) -> None:
+    def __init__(
+        self, model: Model, cache: PagedCache, page_size: int, choices: ChoiceStore | None, longest: int = 0
+    ) -> None:
+        """`longest`: tokens of the engine's longest step."""
         self._model, self._cache, self._page_size, self._choices = model, cache, page_size, choices
         self._recorded: dict[Form, _Recorded] = {}
         self._seen: Counter[Form] = Counter()  # steps with prompts
@@ -80,6 +86,11 @@ class EngineGraphs:
         own = type(model.ops) is Ops and all(getattr(profile, knob) == "rlloop" for knob in profile.operations())
         self._packed = any(hasattr(parameter, "codes") for parameter in model.parameters())
         self._records_prompts = own and plain and not self._packed and model.indexed_layers() == 0
+        self._most_tokens = MOST_TOKENS
+        if longest > MOST_TOKENS and model.config.mixture is None and layout.world_size == 1:
+            layers = model.model.layers.values()
+            weights = max(sum(each.numel() for each in layer.parameters()) for layer in layers)
+            self._most_tokens = max(MOST_TOKENS, min(longest + FILL, int(LAUNCHED / weights)))
         self._ranks = StepRanks(model.context)
         self._pool = torch.cuda.graph_pool_handle()
         self._made_of, self._adapters_at = (model.ops, self._addresses()), 0
@@ -129,7 +140,7 @@ class EngineGraphs:
         form = Form(most, width, self._adapted(adapters), False, rounded_tokens(count + most - len(rows)), first)
         room = width * self._page_size  # no row that fills up may be longer
         rest = most - first - (len(rows) - decodes)
-        if form.tokens - count > room * rest or form.tokens > min(MOST_TOKENS, room * (most - first)):
+        if form.tokens - count > room * rest or form.tokens > min(self._most_tokens, room * (most - first)):
             return None
         self._seen[form] += 1
         if form not in self._recorded and (self._seen[form] < SEEN or not self._record_prompts(form)):
@@ -278,7 +289,7 @@ class EngineGraphs:
             tokens, starts, context, rows, pages = PromptInputs.of(inputs, form)
             if self._hidden is None:  # of all graphs with prompts, which are many
                 width = self._model.config.hidden_size
-                self._hidden = torch.empty(MOST_TOKENS, width, dtype=self._model.dtype, device=device)
+                self._hidden = torch.empty(self._most_tokens, width, dtype=self._model.dtype, device=device)
             made = self._hidden[: form.tokens]
             self._recorded[form] = _Recorded(*self._captured(work), inputs=inputs)
         except RuntimeError as error:

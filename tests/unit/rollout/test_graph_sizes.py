@@ -22,6 +22,7 @@ def test_steps_with_prompts_have_few_sizes() -> None:
     assert all(count <= size <= max(2, count * 3 / 2) for count, size in enumerate(sizes, 1))
     assert all(size * 0.8 <= count for count, size in enumerate(sizes, 1) if count > 256)
     assert len(set(sizes)) == 26
+    assert [rounded_tokens(count) for count in (2049, 8192, 8200)] == [2304, 8192, 8448]
 
 
 def test_pages_double() -> None:
