@@ -133,6 +133,21 @@ def test_long_contexts_are_decoded_as_they_are_trained():
         assert completion.logprobs.tobytes() == logprobs.detach().cpu().numpy().tobytes()
 
 
+def test_steps_of_many_tokens_are_replayed_where_layers_are_small():
+    model = model_of("bfloat16", hidden_size=1024, intermediate_size=3072, head_dim=128, max_position_embeddings=8192)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 5000, 5000).tolist() for _ in range(8)]
+    sampling = [SamplingParams(8, seed=i, ignore_eos=True) for i in range(8)]
+    engine = Engine(model, max_batch_tokens=4096, prefix_caching=False)
+    once, made = (engine.generate(prompts, sampling) for _ in range(2))
+    assert engine._graphs is not None
+    assert any(form.tokens >= 4096 for form in engine._graphs._recorded)
+    assert [bits(c) for c in made] == [bits(c) for c in once]
+    scored = token_logprobs(model, [(c.prompt_ids, c.token_ids) for c in made])
+    for completion, logprobs in zip(made, scored, strict=True):
+        assert completion.logprobs.tobytes() == logprobs.detach().cpu().numpy().tobytes()
+
+
 # (Stock products happen to have our bits at this model's shapes: test_gpu_operations has one where they do not.)
 @pytest.mark.parametrize("op", ["attention", "rms_norm", "token_logprob"])
 def test_one_stock_operation_in_the_trainer_is_seen(op):
