@@ -101,14 +101,19 @@ def test_steps_are_recorded_before_they_come(monkeypatch: pytest.MonkeyPatch, re
 
 
 @pytest.mark.parametrize("replays", [graph_sizes.LONG], indirect=True)
-@pytest.mark.parametrize(("longest", "work", "recorded"), [(0, 5e11, False), (150, 5e11, True), (150, 1.0, False)])
-def test_long_steps_of_small_models_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, replays: Replays, longest: int, work: float, recorded: bool
+@pytest.mark.parametrize(
+    ("longest", "work", "prepared", "recorded"),
+    [(0, 3e11, False, False), (150, 3e11, False, True), (150, 1.0, False, False), (150, 3e11, True, False)],
+)
+def test_long_steps_of_small_models_are_recorded_but_not_by_servers(
+    monkeypatch: pytest.MonkeyPatch, replays: Replays, longest: int, work: float, prepared: bool, recorded: bool
 ) -> None:
     monkeypatch.setattr(graphs, "MOST_TOKENS", 96)
     monkeypatch.setattr(graphs, "LAUNCHED", work)
     model = tiny_qwen3(vocab_size=VOCABULARY)
     engine = replaying(model, longest=longest, max_running=4, max_batch_tokens=150, prefix_caching=False)
+    if prepared:
+        engine.prepare(1, 16)
     prompts = [[5 + (at + i) % 50 for i in range(180)] for at in range(4)]
     sampling = [SamplingParams(max_tokens=6, seed=at, ignore_eos=True) for at in range(4)]
     plain = [bits(each) for each in Engine(model).generate(prompts, sampling)]

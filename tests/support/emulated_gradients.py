@@ -34,6 +34,7 @@ def gradients(monkeypatch):
     [
         ([128, 1, 133, 64], 4, 2, 64),
         ([63, 65, 200], 3, 1, 64),
+        ([0, 1, 0, 70, 0], 2, 2, 64),
         ([400], 2, 2, 64),  # more tiles than are on their way at once
         ([150], 2, 1, 128),
     ],

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 1024  # smallest number of tokens in a row's pages
 MOST_TOKENS, SEEN, KEPT = 2048, 3, 256  # of steps with prompts: tokens, steps before it is recorded, graphs
-# Products of a weight and a token's number that take a Hopper GPU 2 ms; launching a layer takes the host 1 to 2 ms.
-LAUNCHED, FILL = 5e11, 1024  # and tokens that may fill up the engine's longest step
+# A layer's weights times tokens that take a Hopper GPU about 1 ms; launching a layer takes the host 1 to 2 ms.
+LAUNCHED, FILL = 3e11, 1024  # and tokens that may fill up the engine's longest step
 HOST_DRAWN = 64  # rows of the steps that `prepare` records and that leave drawing to the host, at most
 ADAPTER, SLOT = 1, 4  # columns of `_Recorded.inputs`
 ROW = 6  # of the recurrent states
@@ -156,9 +156,11 @@ class EngineGraphs:
     def prepare(self, requests: int, tokens: int) -> int:
         """Record the steps of up to `requests` requests of up to `tokens` tokens each; returns the number of graphs.
 
-        What does not fit into memory is left out. Ranks that compute steps together call this together, and stop
-        together where one of them cannot go on, which the log names, or is interrupted.
+        What does not fit into memory is left out, and so are, from then on, steps of more than `MOST_TOKENS`: they come
+        in many forms, and a request would wait while one is recorded. Ranks that compute steps together call this
+        together, and stop together where one of them cannot go on, which the log names, or is interrupted.
         """
+        self._most_tokens = MOST_TOKENS
         if self._packed:  # beyond, graphs keep weights that are unpacked
             requests = min(requests, HOST_DRAWN)
         with held_back() as interrupt:

@@ -254,17 +254,18 @@ def attention_backward(
         every = [n + len(prefix) for n, prefix in zip(lengths, prefixes or [range(0)] * sequences, strict=True)]
         masks = (causal_reads(n, m, window, q.device) for n, m in zip(lengths, every, strict=True))
         return wide_backward(q, k, v, lengths, masks, out, lse, grad, scale, prefixes)
-    gradients, deltas = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)), torch.empty_like(lse)
+    gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     if tokens == 0:
         return gradients
-    context = begins = readers = positions = query_start  # not read
-    if families is not None:
-        context, begins, readers = families.context, families.prefixes, families.readers
-        positions = families.positions if window else query_start
     kernels = _better_kernels(q.device)
     if kernels is not None and kernels.takes(q, v, window, causal):
         kernels.run(q, k, v, query_start, out, lse, grad, scale, gradients, families)
         return gradients
+    deltas = torch.empty_like(lse)
+    context = begins = readers = positions = query_start  # not read
+    if families is not None:
+        context, begins, readers = families.context, families.prefixes, families.readers
+        positions = families.positions if window else query_start
     by_query, by_key = _tiles(q.dtype, max(width, v_width), families is not None)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),

@@ -47,7 +47,7 @@ def bring_queries(
     count = 0
     task = gl.program_id(0)
     while task < tasks:
-        block = tokens // BLOCK + sequences - 1 - task // HEADS  # the longest sums first
+        block = tokens // BLOCK + sequences - 1 - task // HEADS  # a sequence's end first
         head = task % HEADS
         begin, rows, token, sequence = place(block, query_start, sequences, 1, BLOCK)
         if begin < rows:
