@@ -7,7 +7,7 @@ from rlloop.numerics.layout import AttentionLayout
 from rlloop.numerics.ops import ops_for
 from rlloop.numerics.probe import same_bits
 from rlloop.numerics.profile import NumericsProfile
-from tests.unit.numerics.test_attention_gradients import exact
+from tests.support.attention_gradients import exact
 
 OURS = ops_for(NumericsProfile())
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}

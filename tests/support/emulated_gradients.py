@@ -8,9 +8,9 @@ import torch
 from rlloop.numerics.kernels.triton import backward_by_key, backward_by_query, backward_on_hopper
 from rlloop.numerics.kernels.triton.attention import attention
 from rlloop.numerics.layout import AttentionLayout
+from tests.support.attention_gradients import exact, made
 from tests.support.emulated_warps import Kernel
 from tests.support.shared_prefixes import whole_sequences
-from tests.unit.numerics.test_attention_gradients import exact, made
 
 
 @pytest.fixture

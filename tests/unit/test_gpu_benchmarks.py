@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rlloop.launch.compose import build, compose_recipe
 
@@ -294,7 +295,7 @@ def test_all_tables_on_a_machine_that_can_run_none_are_refused(module, monkeypat
 def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, monkeypatch):
     attention = module("gpu_attention")
 
-    def seconds(works):
+    def seconds(works, recorded):
         for (call,) in works:
             call()
         return [[2.0] for _ in works]
@@ -310,6 +311,29 @@ def test_long_prompts_stand_beside_flash_attention_3_alone_where_it_is(module, m
         made = [attention.prefill("toy", 2, length) for length in (4, 8)]
         assert [(each.peer, each.aim) for each in made] == expected
         assert all(each.spread == each.peer_spread for each in made)
+
+
+def test_attentions_gradients_stand_beside_the_peers_own(module, monkeypatch):
+    attention, given = module("gpu_attention"), []
+
+    def seconds(works, recorded):
+        given.extend(call() for (call,) in works)
+        return [[2.0] for _ in works]
+
+    def peers(q, k, v, causal):
+        return {"SDPA": [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)]}
+
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "seconds", seconds)
+    monkeypatch.setattr(attention, "HEADS", {"toy": (4, 2, 16)})
+    monkeypatch.setattr(attention, "peers", peers)
+    with torch.inference_mode():
+        made = attention.gradients("toy", 2, 8)
+    assert (made.peer, made.aim, made.unit) == ("SDPA", 0.75, "TFLOP/s")
+    ours, theirs = given
+    for mine, other in zip(ours, theirs, strict=True):
+        other = other.transpose(1, 2).reshape(mine.shape)
+        assert (mine - other).norm() < 2e-2 * other.norm()
 
 
 def test_products_of_64_to_1024_rows_are_measured(module):
