@@ -64,7 +64,7 @@ class Attention(nn.Module):
         if step.cache is not None and self._plain and ops.fuses:
             q, keys, values = self._projected_into_cache(x, step, step.cache)
             return self._read(q, keys, values, None, step)
-        q, k, v = (project(x, ops) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self._projected(x, ops)
         if self.output_gate:  # each head's query, then its gate
             q, gate = (chunk.flatten(1) for chunk in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
         else:
@@ -75,6 +75,12 @@ class Attention(nn.Module):
         if step.cache is not None:
             keys, values = step.cache.write(self.layer, k=ops.cached(k), v=ops.cached(v))
         return self._read(q, keys, values, gate, step)
+
+    def _projected(self, x: Tensor, ops: Ops) -> Sequence[Tensor]:
+        projections = self.q_proj, self.k_proj, self.v_proj
+        alone = self.q_proj.rows is None and self.q_proj.bias is None and torch.is_grad_enabled() and type(ops) is Ops
+        made = ops.products(x, *(project.weight for project in projections)) if alone else None
+        return made or [project(x, ops) for project in projections]
 
     def _projected_into_cache(self, x: Tensor, step: Step, cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
         """(queries, key store, value store), the step's tokens written into the stores; two fused kernels."""

@@ -220,10 +220,15 @@ class Mlp(nn.Module):
                 return self.down_proj.whole(whole, ops, then_norm=self.then_norm)
             gated = ops.gated_linear(x, gate.weight, up.weight)
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
-        halves = gate(x, ops), up(x, ops)
-        alone = self.inner is None and self.down_proj.bias is None and torch.is_grad_enabled() and not step.recomputed
-        if alone and type(ops) is Ops and (made := ops.gated_down(*halves, self.down_proj.weight)) is not None:
+        down = self.down_proj
+        alone = self.inner is None and down.bias is None and torch.is_grad_enabled() and type(ops) is Ops
+        kept = alone and not step.recomputed
+        if kept and (made := ops.gated_mlp(x, gate.weight, up.weight, down.weight)) is not None:
             return made
-        gated = ops.silu_mul(*halves)
-        with saved_as_made(gated, ops.silu_mul, *halves, step=step):
+        both = ops.products(x, gate.weight, up.weight) if alone else None
+        gates, ups = both or (gate(x, ops), up(x, ops))
+        if kept and (made := ops.gated_down(gates, ups, down.weight)) is not None:
+            return made
+        gated = ops.silu_mul(gates, ups)
+        with saved_as_made(gated, ops.silu_mul, gates, ups, step=step):
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)

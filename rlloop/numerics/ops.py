@@ -130,13 +130,27 @@ class Ops:
         """`max(x, 0) ** 2`, the same in every implementation: one exact choice and one rounded product a number."""
         return x.relu().square()
 
+    def products(self, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...] | None:
+        """`linear` of one x [T, K] by several weights, whose gradient by x is one sum. None where that is not made so.
+        Not of subclasses that depart."""
+        return operators.products(x, weights) if self._plain(*weights) else None
+
+    def gated_mlp(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor | None:
+        """`gated_down` of `linear` by gate and up, as `products` makes them. x [T, D], [F, D] twice, [D, F]."""
+        plain = self.profile.activation == "rlloop" and self._plain(gate, up, down)
+        return operators.gated_mlp(x, gate, up, down) if plain else None
+
     def gated_down(self, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
         """`linear` of `silu_mul(gate, up)`, which is made again for its gradient instead of kept. None where that is
         not made together with gradients. Not of subclasses that depart. [T, F] each, [N, F] -> [T, N]."""
-        plain = self._ranks == 1 and self.profile.linear == self.profile.activation == "rlloop"
-        if not plain or isinstance(weight, Fp8Weight) or is_packed(weight) or self.adapted(weight):
-            return None
-        return operators.gated_down(gate, up, weight)
+        plain = self.profile.activation == "rlloop" and self._plain(weight)
+        return operators.gated_down(gate, up, weight) if plain else None
+
+    def _plain(self, *weights: Tensor) -> bool:
+        """True if the operators of `linear` multiply by these weights, and nothing else does."""
+        if self._ranks > 1 or self.profile.linear != "rlloop" or is_packed(*weights):
+            return False
+        return not any(isinstance(each, Fp8Weight) or self.adapted(each) for each in weights)
 
     def norm_rope(
         self, q: Tensor, k: Tensor, weights: tuple[Tensor, Tensor], eps: float, positions: Tensor, cos: Tensor,

@@ -70,6 +70,11 @@ class Kernels(FusedKernels, Protocol):
         """Two gradients of one 16-bit type -> their sum in float32, into which they are widened first."""
         ...
 
+    @property
+    def add_product(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """For gradients: to a sum [M, N] a product is added, of [M, K] and [K, N]. None: operators add it."""
+        ...
+
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
         ...

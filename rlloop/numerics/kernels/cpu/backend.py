@@ -63,5 +63,6 @@ from rlloop.numerics.kernels.cpu.vision import gelu, gelu_backward, layer_norm_b
 keep_freed()
 
 gated_experts = fp8_gated_experts = head_linear = dequantised = adapted_rows = adapted_products = add_layer_norm = None
-sample_part = kept_token_logprob = wide_sum = norm_rope = norm_rope_backward = silu_mul_remade = None
+sample_part = kept_token_logprob = wide_sum = add_product = None
+norm_rope = norm_rope_backward = silu_mul_remade = None
 READS_PACKED = frozenset({"grouped_linear", "adapted_grouped_linear", "grouped_rows_gradient"})

@@ -41,6 +41,7 @@ from rlloop.numerics.kernels.triton.fp8 import fp8_dequantised, fp8_product, fp8
 from rlloop.numerics.kernels.triton.grouped import weight_gradient as grouped_weight_gradient
 from rlloop.numerics.kernels.triton.kept_logits import kept_token_logprob
 from rlloop.numerics.kernels.triton.launch import strict_products
+from rlloop.numerics.kernels.triton.linear import add_product
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
 from rlloop.numerics.kernels.triton.norm_rope import norm_rope, norm_rope_backward

@@ -172,12 +172,10 @@ def _measure(
     x = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     temperature = tl.load(settings + row * 4).to(tl.float32)
     min_p = tl.load(settings + row * 4 + 3).to(tl.float32)
-    broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
     at = block_stats + row * (6 * BLOCKS) + block
     plain = _is_plain(row, temperature, min_p, banned_start, cuts)
     if RAW or plain:
-        top, mass, spread = _measured(x)
-        mass = tl.where(broken, float("nan"), mass)
+        top, mass, spread = _measured(x)  # NaN and +inf make the mass NaN
         tl.store(at, top)
         tl.store(at + BLOCKS, mass)
         tl.store(at + 2 * BLOCKS, spread)
@@ -186,6 +184,7 @@ def _measure(
             tl.store(at + 4 * BLOCKS, mass)
             tl.store(at + 5 * BLOCKS, spread)
     if not plain:
+        broken = tl.max((x < float("inf")).to(tl.int32) ^ 1, 0) > 0
         z = _processed(x, ids, row, temperature, banned_start, banned_ids, SIZE)
         top, mass, spread = _measured(_kept(z, ids, row, temperature, min_p, cuts))
         tl.store(at + 3 * BLOCKS, top)
@@ -240,21 +239,21 @@ def _gradient(
     """Gradient of the logits from those of the two results of `_score`."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # All that is read for a plain row is asked for before any of it is used.
+    z = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
     temperature, min_p = tl.load(settings + row * 4).to(tl.float32), tl.load(settings + row * 4 + 3).to(tl.float32)
     top, total = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
-    log_total, target = tl.log(total), tl.load(targets + row)
-    at_target = tl.load(logits + row * SIZE + target)
-    at_target = _kept(
-        _processed(at_target, target, row, temperature, banned_start, banned_ids, SIZE), target, row, temperature,
-        min_p, cuts,
-    )  # fmt: skip
-    by_logprob = tl.where(at_target > float("-inf"), tl.load(grad_logprobs + row), 0.0)
-    by_entropy, entropy = tl.load(grad_entropies + row), tl.load(entropies + row)
-    z = tl.load(logits + row * SIZE + ids, ids < SIZE, float("-inf"))
+    by_logprob, by_entropy = tl.load(grad_logprobs + row), tl.load(grad_entropies + row)
+    entropy, target = tl.load(entropies + row), tl.load(targets + row)
     plain = _is_plain(row, temperature, min_p, banned_start, cuts)
-    if not plain:  # with this the kernel takes about 1.5 times as long
+    at_target = tl.load(logits + row * SIZE + target)
+    if not plain:
+        at_target = _processed(at_target, target, row, temperature, banned_start, banned_ids, SIZE)
+        at_target = _kept(at_target, target, row, temperature, min_p, cuts)
         z = _processed(z, ids, row, temperature, banned_start, banned_ids, SIZE)
         z = _kept(z, ids, row, temperature, min_p, cuts)
+    by_logprob = tl.where(at_target > float("-inf"), by_logprob, 0.0)
+    log_total = tl.log(total)
     logprob = (z - top) - log_total
     mass = tl.exp(logprob)
     gradient = -mass * (by_logprob + by_entropy * (logprob + entropy))

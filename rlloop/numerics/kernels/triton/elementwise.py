@@ -20,7 +20,8 @@ NORM_NUMBERS = 2048  # a program of the norm has about so many
 NARROW = 1024  # width up to which a norm lets the next launch begin at once: at 4,096 one row loses 2%, 32 gain 1%
 WAITING = 512  # programs of a norm that look at one flag at a time
 BACKWARD_PROGRAMS = 768  # of a norm's backward: the weight's gradient is the sum of so many parts, in order
-NARROW_PROGRAMS = 1 << 18  # the same for widths of up to 512, over the width
+PART_ROWS, PART_COLUMNS = 512, 8  # of the parts, that one program of their sum has at a time
+NARROW_PROGRAMS = 1 << 16  # the same for widths of up to 512, over the width
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "index"])
@@ -116,6 +117,26 @@ def _rms_norm_backward(
     tl.store(weight_parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _sums_of_parts(parts, out, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = parts + (tl.program_id(1) * count + row) * WIDTH + column[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, count, ROWS):
+        total += tl.load(at + begin * WIDTH, (begin + row < count) & (column < WIDTH)[None, :], 0.0)
+    sums = tl.sum(total, 0).to(out.dtype.element_ty)
+    tl.store(out + tl.program_id(1) * WIDTH + column, sums, column < WIDTH)
+
+
+def sums_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., P, W] float32 -> [..., W]."""
+    *outer, count, width = parts.shape
+    out = parts.new_empty(*outer, width, dtype=dtype)
+    grid = (cdiv(width, PART_COLUMNS), out.numel() // width)
+    _sums_of_parts[grid](parts, out, count, width, PART_ROWS, PART_COLUMNS, num_warps=8)
+    return out
+
+
 def backward_tiles(rows: int, width: int) -> tuple[int, int, int]:
     """(columns, rows of a tile, programs)."""
     block = power_of_two(width)
@@ -136,7 +157,7 @@ def rms_norm_backward(
         grad_x, weight_parts, rows, WIDTH=width, BLOCK=block, ROWS=height, HAS_GRAD_STREAM=grad_stream is not None,
         num_warps=4,
     )  # fmt: skip
-    return grad_x, weight_parts.sum(0).to(weight.dtype)
+    return grad_x, sums_of_parts(weight_parts, weight.dtype)
 
 
 @triton.jit
@@ -219,7 +240,7 @@ def layer_norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> 
         x, aligned(weight), aligned(grad), grad_x, partials[0], partials[1], rows, eps, WIDTH=width, BLOCK=block,
         ROWS=height, num_warps=4,
     )  # fmt: skip
-    of_weight, of_bias = partials.sum(1).to(weight.dtype)
+    of_weight, of_bias = sums_of_parts(partials, weight.dtype)
     return grad_x, of_weight, of_bias
 
 

@@ -313,3 +313,8 @@ def gradient(rows: Tensor, by_row: bool, lanes: Tensor, lanes_by_row: bool, dtyp
     left, right = rows if by_row else rows.T, lanes.T if lanes_by_row else lanes
     left = left.to(right.dtype)
     return torch.mm(left, right) if dtype == right.dtype else torch.mm(left, right, out_dtype=dtype)
+
+
+def add_product(total: Tensor, rows: Tensor, lanes: Tensor) -> None:
+    """total [M, N] += rows [M, K] times lanes [K, N], by cuBLAS, in float32 and rounded once."""
+    torch.addmm(total, rows.to(lanes.dtype), lanes, out=total)

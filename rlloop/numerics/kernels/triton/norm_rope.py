@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles, norm_gradient
+from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles, sums_of_parts
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
 from rlloop.numerics.kernels.triton.qkv_cache_write import turned
 
@@ -56,28 +56,39 @@ def _gradients(
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
-    column = tl.arange(0, BLOCK)
-    low = column < HALF
-    gain = tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    half = tl.arange(0, BLOCK // 2)
+    own = half < HALF
+    low_gain = tl.load(weight + half, own, 0.0).to(tl.float32)[None, :]
+    high_gain = tl.load(weight + HALF + half, own, 0.0).to(tl.float32)[None, :]
+    low_total, high_total = tl.zeros((ROWS, BLOCK // 2), tl.float32), tl.zeros((ROWS, BLOCK // 2), tl.float32)
     for begin in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = begin + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-        first = row.to(tl.int64)[:, None] * WIDTH
-        at = first + column[None, :]
-        position = tl.load(positions + row // HEADS, row < rows, 0)
-        table = position[:, None] * HALF + tl.where(low, column, column - HALF)[None, :]
-        c, s = tl.load(cos + table, inside, 0.0), tl.load(sin + table, inside, 0.0)
-        own = tl.load(grad + at, inside, 0.0).to(tl.float32)
-        other = first + tl.where(low, column + HALF, column - HALF)[None, :]
-        back = own * c + tl.load(grad + other, inside, 0.0).to(tl.float32) * tl.where(low[None, :], s, -s)
-        grad_out = back.to(grad.dtype.element_ty).to(tl.float32)
+        inside = (row < rows)[:, None] & own[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + half[None, :]
+        low, high = tl.load(grad + at, inside, 0.0), tl.load(grad + at + HALF, inside, 0.0)
+        low_normed, high_normed = tl.load(x + at, inside, 0.0), tl.load(x + at + HALF, inside, 0.0)
         scale = tl.load(scales + row, row < rows, 0.0)[:, None]
-        normed = tl.load(x + at, inside, 0.0).to(tl.float32) * scale
-        total += grad_out * normed
-        gradient = norm_gradient(normed, grad_out, gain, scale, WIDTH)
-        tl.store(grad_x + at, gradient.to(grad_x.dtype.element_ty), inside)
-    tl.store(weight_parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), column < WIDTH)
+        position = tl.load(positions + row // HEADS, row < rows, 0)
+        table = position[:, None] * HALF + half[None, :]
+        c, s = tl.load(cos + table, inside, 0.0), tl.load(sin + table, inside, 0.0)
+        low_out, high_out = _turned_back(low, high, c, s)
+        low_normed, high_normed = low_normed.to(tl.float32) * scale, high_normed.to(tl.float32) * scale
+        low_total += low_out * low_normed
+        high_total += high_out * high_normed
+        low_slope, high_slope = low_out * low_gain, high_out * high_gain
+        mean = (tl.sum(low_slope * low_normed + high_slope * high_normed, 1) / WIDTH)[:, None]
+        tl.store(grad_x + at, (scale * (low_slope - low_normed * mean)).to(grad_x.dtype.element_ty), inside)
+        tl.store(grad_x + at + HALF, (scale * (high_slope - high_normed * mean)).to(grad_x.dtype.element_ty), inside)
+    parts = weight_parts + tl.program_id(0) * WIDTH + half
+    tl.store(parts, tl.sum(low_total, 0), own)
+    tl.store(parts + HALF, tl.sum(high_total, 0), own)
+
+
+@triton.jit
+def _turned_back(low, high, c, s):
+    """Gradients of what was rotated, rounded as a rotation on its own rounds them."""
+    one, other = low.to(tl.float32), high.to(tl.float32)
+    return (one * c + other * s).to(low.dtype).to(tl.float32), (other * c - one * s).to(low.dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -112,5 +123,5 @@ def norm_rope_backward(
         aligned(sin), aligned(grad_q), aligned(grad_k), *outputs, weight_parts, tokens, HEADS=heads, GROUPS=groups,
         WIDTH=width, BLOCK=block, ROWS=height, num_warps=4, **EXACT,
     )  # fmt: skip
-    of_q, of_k = weight_parts.sum(1).to(q_weight.dtype)
+    of_q, of_k = sums_of_parts(weight_parts, q_weight.dtype)
     return *outputs, of_q, of_k
