@@ -184,7 +184,7 @@ def test_the_trial_tells_orders_apart_that_ordinary_numbers_hide():
 
 def test_an_address_leaves_the_bits_alone():
     """The compiler's knowledge of an address's alignment decides how it lays out a sum."""
-    from rlloop.numerics.kernels.triton.elementwise import rms_norm
+    from rlloop.numerics.kernels.triton.norms import rms_norm
 
     base = torch.randn(1 + 9 * 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     gain = torch.ones(1001, device="cuda")

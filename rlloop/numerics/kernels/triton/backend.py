@@ -21,13 +21,8 @@ from rlloop.numerics.kernels.triton.adapted import (
     grouped_linear,
 )
 from rlloop.numerics.kernels.triton.elementwise import (
-    add_layer_norm,
     gelu,
     gelu_backward,
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_backward,
     rope,
     sigmoid_mul,
     silu_mul,
@@ -45,6 +40,13 @@ from rlloop.numerics.kernels.triton.linear import add_product
 from rlloop.numerics.kernels.triton.linear import gradient as product
 from rlloop.numerics.kernels.triton.multi_linear import gated_linear, qkv_linear
 from rlloop.numerics.kernels.triton.norm_rope import norm_rope, norm_rope_backward
+from rlloop.numerics.kernels.triton.norms import (
+    add_layer_norm,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+)
 from rlloop.numerics.kernels.triton.packed import dequantised, sums
 from rlloop.numerics.kernels.triton.qkv_cache_write import qkv_cache_write
 from rlloop.numerics.kernels.triton.recurrence import (

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS, backward_tiles, sums_of_parts
 from rlloop.numerics.kernels.triton.launch import EXACT, aligned, cdiv, power_of_two
+from rlloop.numerics.kernels.triton.norms import NORM_NUMBERS, backward_tiles, sums_of_parts
 from rlloop.numerics.kernels.triton.qkv_cache_write import turned
 
 

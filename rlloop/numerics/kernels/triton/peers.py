@@ -14,11 +14,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rlloop.numerics.kernels.triton.attention import attention, decodes
-from rlloop.numerics.kernels.triton.elementwise import rms_norm
 from rlloop.numerics.kernels.triton.launch import EXACT, ROOM, aligned, cdiv, hopper, power_of_two
 from rlloop.numerics.kernels.triton.linear import few_rows, product
 from rlloop.numerics.kernels.triton.meeting import Meeting, begin, meet, met, place
 from rlloop.numerics.kernels.triton.multi_linear import few_rows_gated
+from rlloop.numerics.kernels.triton.norms import rms_norm
 from rlloop.numerics.layout import AttentionLayout
 
 __all__ = [

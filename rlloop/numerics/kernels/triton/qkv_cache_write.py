@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rlloop.numerics.kernels.triton.elementwise import NORM_NUMBERS
 from rlloop.numerics.kernels.triton.launch import ALIGNMENT, EXACT, aligned, cdiv, hopper, power_of_two
+from rlloop.numerics.kernels.triton.norms import NORM_NUMBERS
 
 
 @triton.jit
