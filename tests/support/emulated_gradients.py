@@ -23,7 +23,8 @@ def gradients(monkeypatch):
         for name, kernel in kernels.items():
             monkeypatch.setattr(backward_on_hopper, name, Kernel(seed, kernel))
         found = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-        backward_on_hopper.run(q, k, v, query_start, out, lse, grad, scale, found, families)
+        shared = None if families is None else (families.context, families.prefixes, families.readers)
+        backward_on_hopper.run(q, k, v, query_start, out, lse, grad, scale, found, shared)
         return found
 
     return of

@@ -257,15 +257,14 @@ def attention_backward(
     gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     if tokens == 0:
         return gradients
+    shared = None if families is None else (families.context, families.prefixes, families.readers)
     kernels = _better_kernels(q.device)
     if kernels is not None and kernels.takes(q, v, window, causal):
-        kernels.run(q, k, v, query_start, out, lse, grad, scale, gradients, families)
+        kernels.run(q, k, v, query_start, out, lse, grad, scale, gradients, shared)
         return gradients
     deltas = torch.empty_like(lse)
-    context = begins = readers = positions = query_start  # not read
-    if families is not None:
-        context, begins, readers = families.context, families.prefixes, families.readers
-        positions = families.positions if window else query_start
+    context, begins, readers = shared or (query_start,) * 3  # not read
+    positions = query_start if families is None or not window else families.positions
     by_query, by_key = _tiles(q.dtype, max(width, v_width), families is not None)
     shape = {
         "HEADS": heads, "GROUPS": groups, "WIDTH": width, "V_WIDTH": v_width, "W": power_of_two(width, 16),

@@ -12,7 +12,6 @@ from rlloop.numerics.kernels.triton.backward_by_query import by_query
 from rlloop.numerics.kernels.triton.backward_loads import BLOCK, TILE
 from rlloop.numerics.kernels.triton.launch import EXACT, processors
 from rlloop.numerics.kernels.triton.prefill import REGISTERS_EACH, SWIZZLED, WIDTHS
-from rlloop.numerics.layout import AttentionLayout
 
 
 def takes(q: Tensor, v: Tensor, window: int, causal: bool) -> bool:
@@ -22,9 +21,10 @@ def takes(q: Tensor, v: Tensor, window: int, causal: bool) -> bool:
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, out: Tensor, lse: Tensor, grad: Tensor, scale: float,
-    gradients: tuple[Tensor, Tensor, Tensor], families: AttentionLayout | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor], shared: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fills `gradients`, of q, k and v; all tensors are contiguous. `families`: a layout that has some."""
+    """Fills `gradients`, of q, k and v; all tensors are contiguous. `shared`: context, prefixes and readers of a layout
+    with families."""
     (tokens, heads, width), groups, sequences = q.shape, k.shape[1], len(query_start) - 1
     rows = [
         TensorDescriptor(x, [tokens, x.shape[1] * width], [x.shape[1] * width, 1], [TILE.value, width], SWIZZLED.value)
@@ -33,10 +33,8 @@ def run(
     blocks = tokens // BLOCK.value + sequences
     statistics = lse.new_empty(2, heads, tokens)
     taken = torch.zeros(2, dtype=torch.int32, device=q.device)
-    context = prefixes = readers = query_start  # not read
-    if families is not None:
-        context, prefixes, readers = families.context, families.prefixes, families.readers
-    shape = {"HEADS": heads, "GROUPS": groups, "W": width, "SHARED": families is not None}
+    context, prefixes, readers = shared or (query_start,) * 3  # not read
+    shape = {"HEADS": heads, "GROUPS": groups, "W": width, "SHARED": shared is not None}
     shape |= {"num_warps": 4, "maxnreg": REGISTERS_EACH, **EXACT}
     given = (q, k, v, grad, *rows, query_start)
     grad_q, grad_k, grad_v = gradients
