@@ -222,7 +222,7 @@ class Mlp(nn.Module):
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
         down = self.down_proj
         alone = self.inner is None and down.bias is None and torch.is_grad_enabled() and type(ops) is Ops
-        kept = alone and not step.recomputed
+        kept = alone and not step.recomputed  # else the last product may be left out, which one step cannot
         if kept and (made := ops.gated_mlp(x, gate.weight, up.weight, down.weight)) is not None:
             return made
         both = ops.products(x, gate.weight, up.weight) if alone else None

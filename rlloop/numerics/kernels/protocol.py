@@ -72,7 +72,8 @@ class Kernels(FusedKernels, Protocol):
 
     @property
     def add_product(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """For gradients: to a sum [M, N] a product is added, of [M, K] and [K, N]. None: operators add it."""
+        """For gradients: adds to a sum [M, N], in place, the product of [M, K] and [K, N], rounded once. None: autograd
+        adds them."""
         ...
 
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:

@@ -73,7 +73,7 @@ def _products_gradients(
         product(grad, False, x, False, gradient_type(weight)) if needed else None
         for weight, grad, needed in zip(weights, grads, needs[1:], strict=True)
     )
-    of_x = None
+    of_x = None  # from the last: the first weight of several is the largest, and what is added last is rounded once
     for grad, weight in reversed(list(zip(grads, weights, strict=True))) if needs[0] else ():
         if of_x is None:
             of_x = product(grad, True, weight, False, x.dtype)

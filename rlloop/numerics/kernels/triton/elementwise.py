@@ -1,4 +1,5 @@
-"""Activations, rotary embedding and sums of squares: float32 inside, one rounding out. Rows are independent.
+"""Activations and rotary embedding: float32 inside, one rounding out; sums of squares in float64. Rows are
+independent.
 
 The GELU by the error function is computed in float64, since float32 would lose its small values below 0.
 """

@@ -12,7 +12,8 @@ from rlloop.numerics.kernels.triton.launch import cdiv
 NUMBERS = 4096  # a program adds so many
 
 
-@triton.jit  # of a size that is not a multiple of 16 numbers are loaded one by one
+# `size` is specialised: unless it is known to be a multiple of 16, numbers are loaded one by one.
+@triton.jit
 def _wide_sum(left, right, out, size, NUMBERS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < size
