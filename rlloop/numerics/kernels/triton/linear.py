@@ -25,6 +25,7 @@ from rlloop.numerics.kernels.triton.launch import (
     cdiv,
     gluon_runs,
     power_of_two,
+    rows_like,
     with_room,
 )
 
@@ -289,9 +290,9 @@ def _many_rows(
     rows, outputs = x.shape[0], weight.shape[0]
     whole = rows // ROOM * ROOM
     if rows > whole and (filled := with_room(x, whole + ROOM)) is not None and agrees(whole + ROOM):
-        out = x.new_empty(whole + ROOM, outputs, dtype=dtype)
-        vendor(filled, weight, dtype, out=out, bias=bias)
-        return out.resize_(rows, outputs)  # which keeps the memory, and makes no view
+        out = rows_like(x, rows, outputs, dtype=dtype)
+        vendor(filled, weight, dtype, out=with_room(out, whole + ROOM), bias=bias)
+        return out
     if not agrees(whole):
         return chain(x, weight, bias, dtype)
     if rows == whole:
