@@ -220,14 +220,10 @@ class Mlp(nn.Module):
                 return self.down_proj.whole(whole, ops, then_norm=self.then_norm)
             gated = ops.gated_linear(x, gate.weight, up.weight)
             return self.down_proj.whole(gated, ops, self.inner, self.then_norm, step.unread)
-        down = self.down_proj
-        alone = self.inner is None and down.bias is None and torch.is_grad_enabled() and type(ops) is Ops
-        kept = alone and not step.recomputed  # else the last product may be left out, which one step cannot
-        if kept and (made := ops.gated_mlp(x, gate.weight, up.weight, down.weight)) is not None:
-            return made
+        alone = self.inner is None and gate.bias is None and torch.is_grad_enabled() and type(ops) is Ops
         both = ops.products(x, gate.weight, up.weight) if alone else None
         gates, ups = both or (gate(x, ops), up(x, ops))
-        if kept and (made := ops.gated_down(gates, ups, down.weight)) is not None:
+        if alone and not step.recomputed and (made := ops.gated_down(gates, ups, self.down_proj.weight)) is not None:
             return made
         gated = ops.silu_mul(gates, ups)
         with saved_as_made(gated, ops.silu_mul, gates, ups, step=step):

@@ -16,7 +16,7 @@ from rlloop.numerics.profile import NumericsProfile
 
 
 class FusedOps:
-    """Shapes as for `Ops`. In training: `products`, `gated_mlp`, `gated_down` and `norm_rope`; else only if `fuses`."""
+    """Shapes as for `Ops`. In training: `products`, `gated_down` and `norm_rope`; else only if `fuses`."""
 
     profile: NumericsProfile
     adapters: AdapterSlots | None
@@ -43,11 +43,6 @@ class FusedOps:
         """`linear` of one x [T, K] by several weights, whose gradient by x is one sum. None where that is not made so.
         Not of subclasses that depart."""
         return operators.products(x, weights) if self._plain(*weights) else None
-
-    def gated_mlp(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor | None:
-        """`gated_down` of `linear` by gate and up, as `products` makes them. x [T, D], [F, D] twice, [D, F]."""
-        plain = self.profile.activation == "rlloop" and self._plain(gate, up, down)
-        return operators.gated_mlp(x, gate, up, down) if plain else None
 
     def gated_down(self, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
         """`linear` of `silu_mul(gate, up)`, which is made again for its gradient instead of kept. None where that is

@@ -129,23 +129,6 @@ def test_products_of_one_input_add_up_its_gradient(trains: bool, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_gated_mlp_has_the_results_of_its_parts(dtype: torch.dtype) -> None:
-    x = drawn(33, 32, dtype=dtype, seed=0).requires_grad_()
-    gate, up, down = (
-        drawn(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate([(48, 32)] * 2 + [(32, 48)])
-    )
-    halves = operators.products(x, (gate, up))
-    assert halves is not None
-    expected, found = operators.gated_down(halves[0], halves[1], down), operators.gated_mlp(x, gate, up, down)
-    assert found is not None
-    assert expected is not None
-    assert torch.equal(found, expected)
-    grad, leaves = drawn(33, 32, dtype=dtype, seed=3), (x, gate, up, down)
-    pairs = (torch.autograd.grad(each, leaves, grad) for each in (found, expected))
-    assert all(map(torch.equal, *pairs))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
 def test_a_model_keeps_its_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden states and gradients with and without kernels of several operations, also with recomputed layers."""
     model = tiny_qwen3(dtype=str(dtype).removeprefix("torch.")).to(DEVICE)

@@ -70,12 +70,6 @@ class Kernels(FusedKernels, Protocol):
         """Two gradients of one 16-bit type -> their sum in float32, into which they are widened first."""
         ...
 
-    @property
-    def add_product(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """For gradients: adds to a sum [M, N], in place, the product of [M, K] and [K, N], rounded once. None: autograd
-        adds them."""
-        ...
-
     def embedding_backward(self, grad: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         """Rows of grad [T, D] added to those of their tokens [T]. -> [V, D] in the type of grad."""
         ...

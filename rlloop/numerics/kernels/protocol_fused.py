@@ -32,6 +32,12 @@ class FusedKernels(Protocol):
         """`silu_mul_backward(gate, up, grad)`, and after its two results `silu_mul(gate, up)`."""
         ...
 
+    @property
+    def add_product(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """For gradients: adds to a sum [M, N], in place, the product of [M, K] and [K, N], rounded once. None: autograd
+        adds them."""
+        ...
+
     # In forwards without gradients ---------------------------------------------------------------------------------
 
     @property

@@ -21,7 +21,7 @@ from rlloop.numerics.operators.distribution import (
 )
 from rlloop.numerics.operators.elementwise import norm_of_sum, rms_norm, rope, sigmoid_mul, silu_mul
 from rlloop.numerics.operators.fp8 import fp8_experts, fp8_linear, fp8_linears
-from rlloop.numerics.operators.fused import gated_down, gated_mlp, norm_rope, products
+from rlloop.numerics.operators.fused import gated_down, norm_rope, products
 from rlloop.numerics.operators.masked_attention import attention, index_weights, select, sparse_attention
 from rlloop.numerics.operators.mixture import combine, experts, route, router_logits, unread_combine
 from rlloop.numerics.operators.products import head_linear, linear, unread_linear

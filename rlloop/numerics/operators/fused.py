@@ -61,25 +61,18 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        return _products_gradients(x, weights, grads, ctx.needs_input_grad)
-
-
-def _products_gradients(
-    x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Of x and of each weight."""
-    of_weights = (
-        product(grad, False, x, False, gradient_type(weight)) if needed else None
-        for weight, grad, needed in zip(weights, grads, needs[1:], strict=True)
-    )
-    of_x = None  # from the last: the first weight of several is the largest, and what is added last is rounded once
-    for grad, weight in reversed(list(zip(grads, weights, strict=True))) if needs[0] else ():
-        if of_x is None:
-            of_x = product(grad, True, weight, False, x.dtype)
-        else:
-            kernel_for(x.device, "add_product")(of_x, grad, weight)
-    return of_x, *of_weights
+        (x, *weights), (needs_x, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        of_weights = (
+            product(grad, False, x, False, gradient_type(weight)) if needed else None
+            for weight, grad, needed in zip(weights, grads, needs, strict=True)
+        )
+        of_x = None  # from the last: the first weight of several is the largest, and what is added last is rounded once
+        for grad, weight in reversed(list(zip(grads, weights, strict=True))) if needs_x else ():
+            if of_x is None:
+                of_x = product(grad, True, weight, False, x.dtype)
+            else:
+                kernel_for(x.device, "add_product")(of_x, grad, weight)
+        return of_x, *of_weights
 
 
 def products(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
@@ -87,25 +80,9 @@ def products(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
     return None if made is None else _Products.apply(x, *weights)
 
 
-class _GatedMlp(torch.autograd.Function):
-    """The last product's other factor is made again in the backward, beside the gradients of gate and up, which read
-    the same numbers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, weight: Tensor) -> Tensor:
-        gate, up = linear(x, gate_weight, None), linear(x, up_weight, None)
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, weight)
-        return linear(silu_mul(gate, up), weight, None)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, gate, up, *weights, weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        of_gate, of_up, of_weight = _gated_gradients(gate, up, weight, grads[0], needs[3])
-        return *_products_gradients(x, weights, (of_gate, of_up), needs[:3]), of_weight
-
-
 class _GatedDown(torch.autograd.Function):
-    """`_GatedMlp` of a gate and up that were made otherwise."""
+    """The product's other factor is made again in the backward, beside the gradients of gate and up, which read the
+    same numbers."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -114,19 +91,13 @@ class _GatedDown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
-        return _gated_gradients(gate, up, weight, grads[0], ctx.needs_input_grad[2])
-
-
-def _gated_gradients(
-    gate: Tensor, up: Tensor, weight: Tensor, grad: Tensor, of_weight: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    by_inner = product(grad, True, weight, False, gate.dtype)
-    if not of_weight:
-        return *silu_mul_gradients(gate, up, by_inner), None
-    of_gate, of_up, inner = _silu_mul_remade(gate, up, by_inner)
-    del by_inner
-    return of_gate, of_up, product(grad, False, inner, False, gradient_type(weight))
+        (gate, up, weight), (grad,) = ctx.saved_tensors, grads
+        by_inner = product(grad, True, weight, False, gate.dtype)
+        if not ctx.needs_input_grad[2]:
+            return *silu_mul_gradients(gate, up, by_inner), None
+        of_gate, of_up, inner = _silu_mul_remade(gate, up, by_inner)
+        del by_inner
+        return of_gate, of_up, product(grad, False, inner, False, gradient_type(weight))
 
 
 _silu_mul_remade = operator(
@@ -138,8 +109,3 @@ _silu_mul_remade = operator(
 def gated_down(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor | None:
     made = getattr(kernels_for(gate.device), "silu_mul_remade", None)
     return None if made is None else _GatedDown.apply(gate, up, weight)
-
-
-def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor | None:
-    fused = (getattr(kernels_for(x.device), name, None) for name in ("silu_mul_remade", "add_product"))
-    return None if None in fused else _GatedMlp.apply(x, gate, up, down)

@@ -31,7 +31,7 @@ def drawn(*shape, seed):
 
 
 def made(ops, x, weight):
-    return ops.products(x, drawn(32, 32, seed=1), weight), ops.gated_mlp(x, weight, drawn(32, 32, seed=2), weight)
+    return ops.products(x, drawn(32, 32, seed=1), weight), ops.gated_down(x, drawn(5, 32, seed=2), weight)
 
 
 def test_only_plain_weights_are_multiplied_at_once():
@@ -47,7 +47,7 @@ def test_only_plain_weights_are_multiplied_at_once():
         assert made(ops_for(profile), x, plain) == (None, None)
     stock = ops_for(NumericsProfile(activation="stock"))
     assert stock.products(x, plain) is not None
-    assert stock.gated_mlp(x, plain, plain, plain) is None
+    assert stock.gated_down(x, x, plain) is None
 
 
 def test_what_needs_no_gradient_has_none_and_outputs_may_be_unread():
