@@ -1,11 +1,12 @@
 """Tokens per second and peak memory of forward and backward on a GPU, bfloat16: the trainer beside PyTorch.
 
     python benchmarks/gpu_train.py [--cells '0.6B/*' '8B-8/short'] [--seconds 540] [--rounds 3] [--without padded]
-                                   [--apart] [--quick] [--list] [--profile]
+                                   [--max-batch-tokens 16384] [--apart] [--quick] [--list] [--profile]
 
 Cells are `SHAPE/WORK`; without `--cells` those of 0.6B, of 8 layers of the 8B shape and of `moe`. Work: `short` 64
 sequences of 128 + 384 tokens, `long` 8 of 512 + 7,680, `ragged` 96 of 128 to 2,176, of which 64 are the prompt. All
-take the same sequences in micro-batches of at most 16,384 tokens, with GRPO's clipped loss.
+take the same sequences in micro-batches of at most 16,384 tokens (`--max-batch-tokens`; figures name another), with
+GRPO's clipped loss.
 
 - rlloop: `forward_backward`, every parity guarantee on: invariant kernels, float64 losses with their metrics, the
   entropy of every token, logprobs handed back. It holds weights in bfloat16 (2 B a parameter), masters and AdamW's
@@ -174,7 +175,7 @@ def serve(what: str, folder: Path, device: str, budget: int, turns: bool) -> Non
     answer(round_of)
 
 
-def together(shape: str, peers: int, memory: float) -> bool:
+def together(shape: str, peers: int, memory: float, budget: int = BUDGET) -> bool:
     """True if a GPU has room for all processes, of which those that wait keep what their parameters need."""
     import torch
 
@@ -183,13 +184,13 @@ def together(shape: str, peers: int, memory: float) -> bool:
     from rlloop.training.memory import ENGINES, layer_activations, predict
 
     config = parse_config(EVERY[shape][1])
-    parts = predict(config, Layout(), torch.bfloat16, BUDGET).parts
-    layers = layer_activations(config, Layout(), torch.bfloat16, BUDGET) * config.num_layers  # none is made again
+    parts = predict(config, Layout(), torch.bfloat16, budget).parts
+    layers = layer_activations(config, Layout(), torch.bfloat16, budget) * config.num_layers  # none is made again
     ours = sum(size for name, size in parts.items() if name not in (*ENGINES, "reserved", "activations")) + layers
     return ours + peers * (bytes_of(shape)[0] + BESIDE) < 0.9 * memory
 
 
-def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -> list[Figure]:
+def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str], budget: int = BUDGET) -> list[Figure]:
     """Figures of one cell: rlloop's speed and memory beside each peer's, those first that count."""
     words, config = EVERY[shape]
     if "rlloop" not in found:
@@ -199,6 +200,7 @@ def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -
     sizes, rates = [(len(row.tokens), len(row.old)) for row in batch], device_rates(device_name())
     bound = rates and train_speed(config, sizes, rates[1])
     title = f"trainer forward + backward, {words} bf16, {WORKS.get(work, work)}"
+    title += f", at most {budget:,} tokens at once" if budget != BUDGET else ""
     lacks = LACKS * bytes_of(shape)[0] / 2 / GIB
 
     def of(rounds: list[dict[str, Any]], key: str) -> list[float]:
@@ -241,13 +243,12 @@ def figures_of(shape: str, work: str, found: Rounds, failures: dict[str, str]) -
 
 def measure(
     shape: str, works: Iterable[str], names: list[str], rounds: int, turns: bool,
-    record: Callable[[list[Figure]], object],
+    record: Callable[[list[Figure]], object], budget: int,
 ) -> bool:  # fmt: skip
     """Record each work's figures once it is done. False where rlloop ended."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    budget = BUDGET if shape in SHAPES else TINY["budget"]
     with tempfile.TemporaryDirectory() as place:
         make_folder(shape, Path(place))
         found: dict[str, Rounds] = {}
@@ -260,7 +261,7 @@ def measure(
         def known(work: str, made: Rounds) -> None:
             found.setdefault(work, {}).update(made)
             missing = {name: why for name, why in failures.items() if name not in found[work] and name in PEERS}
-            record(figures_of(shape, work, found[work], missing))
+            record(figures_of(shape, work, found[work], missing, budget))
 
         def run(group: list[str], these: Iterable[str]) -> list[str]:
             arguments = ["--child", place, device, str(budget), str(int(len(group) > 1))]
@@ -275,14 +276,14 @@ def measure(
     return all("rlloop" in each for each in found.values())
 
 
-def show_profiles(shape: str, works: Iterable[str]) -> None:
+def show_profiles(shape: str, works: Iterable[str], budget: int) -> None:
     """Print where the time of rlloop's batches goes."""
     import torch
 
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as place:
         make_folder(shape, Path(place))
-        side = Ours(Path(place), "cuda" if cuda else "cpu", BUDGET if shape in SHAPES else TINY["budget"])
+        side = Ours(Path(place), "cuda" if cuda else "cpu", budget)
         for work in works:
             run = side.prepare(sequences(work))
 
@@ -302,6 +303,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a toy on a CPU, nothing recorded")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--without", choices=list(PEERS), action="append", default=[], help="of the peers")
+    parser.add_argument("--max-batch-tokens", type=int, default=BUDGET, help="of a micro-batch, for all sides")
     parser.add_argument("--apart", action="store_true", help="one after the other, even if there is room for all")
     parser.add_argument("--profile", action="store_true", help="print where the time of rlloop's batches goes")
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
@@ -320,24 +322,24 @@ def main() -> int:
         report("gpu-train", figures, packages=("triton", "transformers"), part=True, write=write)
 
     if args.tiny and args.profile:
-        show_profiles("tiny", ["tiny"])
+        show_profiles("tiny", ["tiny"], TINY["budget"])
         return 0
     if args.tiny:
-        return int(not measure("tiny", ["tiny"], names, args.rounds, not args.apart, record))
+        return int(not measure("tiny", ["tiny"], names, args.rounds, not args.apart, record, TINY["budget"]))
     picked = cells.chosen(CELLS, args.cells or USUAL)
     if args.list:
         print("\n".join(picked))
         return 0
     import torch
 
-    failed, room = [], torch.cuda.get_device_properties(0).total_memory
+    failed, budget, room = [], args.max_batch_tokens, torch.cuda.get_device_properties(0).total_memory
     begun = cells.within({cell: [cell] for cell in picked}, args.seconds)
     for shape, mine in itertools.groupby(begun, lambda cell: cell.split("/")[0]):
         if args.profile:
-            show_profiles(shape, (cell.split("/")[1] for cell in mine))
+            show_profiles(shape, (cell.split("/")[1] for cell in mine), budget)
             continue
-        turns = not args.apart and together(shape, len(names) - 1, room)
-        if not measure(shape, (cell.split("/")[1] for cell in mine), names, args.rounds, turns, record):
+        turns = not args.apart and together(shape, len(names) - 1, room, budget)
+        if not measure(shape, (cell.split("/")[1] for cell in mine), names, args.rounds, turns, record, budget):
             failed.append(shape)
     if failed:
         print(f"rlloop did not run everything of {' '.join(failed)}", file=sys.stderr)

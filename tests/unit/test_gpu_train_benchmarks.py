@@ -218,12 +218,13 @@ def test_a_peer_that_ended_beside_others_runs_once_more_alone(module, monkeypatc
     monkeypatch.setattr(train, "in_turns", in_turns)
     monkeypatch.setattr(train, "Child", Child)
     names = ["rlloop", "padded", "packed"]
-    assert train.measure("tiny", iter(["short", "long"]), names, 3, True, recorded.append)
+    assert train.measure("tiny", iter(["short", "long"]), names, 3, True, recorded.append, 20)
     assert tried == [
         ("short", *names), ("long", *names), ("short", "padded"), ("short", "packed"), ("long", "padded"),
         ("long", "packed"),
     ]  # fmt: skip
     first, last = recorded[0], recorded[-1]
+    assert all(each.name.endswith(", at most 20 tokens at once") for each in first)
     assert [each.peer for each in first] == [
         f"transformers, {name}: does not run here (OutOfMemoryError: full)" for name in ("padded", "packed")
     ]
@@ -231,5 +232,5 @@ def test_a_peer_that_ended_beside_others_runs_once_more_alone(module, monkeypatc
         ("packed", 2.0), ("transformers, padded: does not run here (OutOfMemoryError: full)", None),
     ]  # fmt: skip
     tried.clear()
-    assert not train.measure("tiny", iter(["short"]), ["padded"], 3, False, recorded.append)
+    assert not train.measure("tiny", iter(["short"]), ["padded"], 3, False, recorded.append, 32768)
     assert tried == [("short", "padded")]
