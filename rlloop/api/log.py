@@ -141,7 +141,7 @@ def _frame_after(data: bytes, at: int) -> bool:
 
 def segments(folder: Path) -> list[Path]:
     """A log's segments, oldest first."""
-    return sorted(path for path in folder.glob("*.log") if path.stem.isdecimal())
+    return sorted((path for path in folder.glob("*.log") if path.stem.isdecimal()), key=lambda path: int(path.stem))
 
 
 class Committer:

@@ -28,6 +28,7 @@ from rlloop.types import ModelInput
 
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+PIECE = 1024  # bytes unpacked at a time, of which each 4 can be a block of 128 KiB
 STOP_REASONS = {"stop": 0, "length": 1}
 
 _Request = message("ForwardBackwardRequest")
@@ -51,14 +52,21 @@ def unpacked(body: bytes, coding: str, most: int) -> bytes:
         return body
     if coding != "zstd":
         raise ConfigError(f"the request is encoded as {coding!r}; identity and zstd are understood")
-    reader = zstandard.ZstdDecompressor().stream_reader(body)
+    content, at, frame = bytearray(), 0, zstandard.ZstdDecompressor().decompressobj()
     try:
-        content = reader.read(most + 1)
+        while at < len(body) and len(content) <= most:
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            piece = body[at : at + PIECE]
+            content += frame.decompress(piece)
+            at += len(piece) - len(frame.unused_data)
     except zstandard.ZstdError as error:
         raise ConfigError(f"the request is not zstd, which its Content-Encoding says: {error}") from None
+    if len(content) <= most and not frame.eof:
+        raise ConfigError("the request is cut off: its last zstd frame has no end; send it again")
     if len(content) > most:
         raise ConfigError(f"the request has more than {most} bytes when it is unpacked; send fewer datums at a time")
-    return content
+    return bytes(content)
 
 
 def names_of(body: bytes) -> tuple[str, int]:

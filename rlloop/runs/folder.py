@@ -162,7 +162,8 @@ class RunFolder:
         self._loosen(keep)
         files = sorted(each for each in self.rollouts.glob("*") if each.suffix != ".zip")
         steps = {file: step_of(file) for file in files if file.suffix != ".tmp"}  # before anything is moved
-        aside = self.path / "orphaned" / str(1 + sum(1 for _ in (self.path / "orphaned").glob("*")))
+        rounds = [int(each.name) for each in (self.path / "orphaned").glob("*") if each.name.isdecimal()]
+        aside = self.path / "orphaned" / str(1 + max(rounds, default=0))
         moved = 0
         for name in JOURNALS:
             file = self.path / name

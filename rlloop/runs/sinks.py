@@ -12,9 +12,11 @@ import math
 import netrc
 import os
 import re
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import numpy as np
 from rlloop.config.resume import LOGIN
 from rlloop.errors import ConfigError, did_you_mean
 from rlloop.runs.alerts import AlertSink
+from rlloop.runs.journal import open_journal
 
 if TYPE_CHECKING:
     from rlloop.metrics import Sink
@@ -89,11 +92,15 @@ class _WithSamples:
         return {**_numbers(metrics), **drawn, **rows}
 
 
-def _head(run_dir: Path) -> str | None:
-    """The certificate's last hash."""
-    file = run_dir / CERTIFICATE
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    return msgspec.json.decode(lines[-1])["hash"] if lines else None
+@contextmanager
+def _certificate(run_dir: Path) -> Iterator[tuple[Path, str] | None]:
+    """The whole certificate as one file, also if its records are rotated, and its last hash; None without records."""
+    with tempfile.TemporaryDirectory() as place:
+        whole, head = Path(place) / CERTIFICATE, b""
+        with suppress(FileNotFoundError), open_journal(run_dir / CERTIFICATE) as journal, whole.open("wb") as file:
+            for head in journal:
+                file.write(head)
+        yield (whole, msgspec.json.decode(head)["hash"]) if head else None
 
 
 def _kept_id(file: Path) -> str:
@@ -153,11 +160,12 @@ class WandbSink(_WithSamples):
         self._run.log(self._shown(self._wandb, metrics), step=step)
 
     def close(self) -> None:
-        if (head := _head(self._dir)) is not None:
-            self._run.summary["certificate/head"] = head
-            artifact = self._wandb.Artifact(f"certificate-{self._run.id}", "certificate")
-            artifact.add_file(str(self._dir / CERTIFICATE))
-            self._run.log_artifact(artifact)
+        with _certificate(self._dir) as certificate:
+            if certificate is not None:
+                self._run.summary["certificate/head"] = certificate[1]
+                artifact = self._wandb.Artifact(f"certificate-{self._run.id}", "certificate")
+                artifact.add_file(str(certificate[0]))  # wandb copies it at once
+                self._run.log_artifact(artifact)
         self._run.finish()
 
 
@@ -206,9 +214,10 @@ class TrackioSink(_WithSamples):
         self._run.log(self._shown(self._trackio, metrics), step=step)
 
     def close(self) -> None:
-        if _head(self._dir) is not None:
-            self._trackio.save(self._dir / CERTIFICATE)
-        self._run.finish()
+        with _certificate(self._dir) as certificate:
+            if certificate is not None:
+                self._trackio.save(certificate[0])
+            self._run.finish()
 
 
 class MlflowSink(_WithSamples):
@@ -263,9 +272,10 @@ class MlflowSink(_WithSamples):
                 self._client.log_dict(self._id, {"counts": list(counts), "edges": edges}, file)
 
     def close(self) -> None:
-        if (head := _head(self._dir)) is not None:
-            self._client.set_tag(self._id, "certificate.head", head)
-            self._client.log_artifact(self._id, str(self._dir / CERTIFICATE))
+        with _certificate(self._dir) as certificate:
+            if certificate is not None:
+                self._client.set_tag(self._id, "certificate.head", certificate[1])
+                self._client.log_artifact(self._id, str(certificate[0]))
         self._client.set_terminated(self._id)
 
 
@@ -312,8 +322,9 @@ class TensorBoardSink(_WithSamples):
         self._last = step
 
     def close(self) -> None:
-        if (head := _head(self._dir)) is not None:
-            self._writer.add_text("certificate/head", head, self._last)
+        with _certificate(self._dir) as certificate:
+            if certificate is not None:
+                self._writer.add_text("certificate/head", certificate[1], self._last)
         self._writer.close()
 
 

@@ -1,7 +1,8 @@
 """Checkpoints on disk: MODEL/weights/NAME and MODEL/sampler_weights/NAME, each a folder with a JSON file beside it.
 
 The folder holds only weights (and the optimizer's state), so equal weights have equal bytes; times, notes and the kind
-of model are in the JSON. A checkpoint is complete or absent: it is written under a temporary name and renamed.
+of model are in the JSON. A checkpoint is complete or absent: it is written under a temporary name and renamed. One that
+replaces another is complete and on the disk before the other goes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
+from rlloop.trainer.checkpoint import fsync, sync_folder
 from rlloop.training.types import Checkpoint, CheckpointType, GetInfoResponse, LoraConfig
 
 SCHEME = "tinker://"
@@ -43,6 +45,9 @@ class CheckpointFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
+        for ready in root.glob("*/.writing-*~"):
+            with suppress(OSError):  # an old one that cannot be removed stays
+                self._put(ready)
         for left in root.glob("*/.writing-*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
@@ -71,7 +76,7 @@ class CheckpointFolder:
             "lora": None if lora is None else asdict(lora),
             "user_metadata": None if user_metadata is None else dict(user_metadata),
         }, indent=1)  # fmt: skip
-        ready = writing.with_name(writing.name + "~")  # a sign that no name has
+        ready = writing.with_name(writing.name + "~")  # a sign that no name has; once it is there, all is
         try:  # all that takes room comes before the old one goes
             write(writing)
             if only_equal and facts.exists():
@@ -79,15 +84,25 @@ class CheckpointFolder:
                     self.check_free(path)
                 shutil.rmtree(writing)
                 return
-            ready.write_text(text + "\n")
+            sync_folder(writing)
             folder.parent.mkdir(parents=True, exist_ok=True)
+            _write_atomically(ready, text)
         except BaseException:
             shutil.rmtree(writing, ignore_errors=True)
-            ready.unlink(missing_ok=True)
             raise
-        self.delete(path, missing_ok=True)
-        writing.rename(folder)
-        ready.replace(facts)
+        self._put(ready)
+
+    def _put(self, ready: Path) -> None:
+        """Put a checkpoint that is written in its place. A kill at any point leaves `ready`, from which this is done
+        again: the old one goes when nothing of the new one can fail."""
+        writing = ready.with_name(ready.name.removesuffix("~"))
+        kind, _, name = writing.name.removeprefix(".writing-").partition("-")
+        folder = ready.parent / kind / name
+        if writing.is_dir():
+            self._remove(folder)
+            writing.rename(folder)
+        ready.replace(_facts(folder))
+        fsync(folder.parent)
 
     def get(self, path: str) -> tuple[Checkpoint, Path]:
         """A checkpoint and its folder. Raises `ConfigError` for an unknown path."""
@@ -109,7 +124,10 @@ class CheckpointFolder:
         folder, facts = self._files(path)
         if not missing_ok and not facts.is_file():
             raise ConfigError(f"there is no checkpoint {path}")
-        facts.unlink(missing_ok=True)
+        self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        _facts(folder).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
 
     def set_ttl(self, path: str, ttl_seconds: float | None) -> None:
@@ -129,7 +147,7 @@ class CheckpointFolder:
                 f"{path!r:.160} is no checkpoint's path; one is {SCHEME}MODEL/weights/NAME, or sampler_weights"
             )
         folder = self.root.joinpath(*segments)
-        return folder, folder.with_name(folder.name + ".json")
+        return folder, _facts(folder)
 
     def _read(self, folder: Path, facts: Path) -> Checkpoint:
         content: dict[str, Any] = json.loads(facts.read_text())
@@ -140,6 +158,10 @@ class CheckpointFolder:
             sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), lora is not None, lora,
             content["user_metadata"], content["expires_at"],
         )  # fmt: skip
+
+
+def _facts(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".json")
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -153,8 +175,13 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _write_atomically(file: Path, text: str) -> None:
-    new = file.with_name(f".{file.name}.new")
-    new.write_text(text + "\n")
+    new = file.with_name(f".{file.name.removeprefix('.')}.new")
+    try:
+        new.write_text(text + "\n")
+        fsync(new)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     new.replace(file)
 
 

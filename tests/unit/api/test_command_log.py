@@ -132,6 +132,16 @@ def test_old_segments_go_beyond_the_limit(tmp_path, committer):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["000002", "000003"]
 
 
+def test_segments_are_in_the_order_of_their_numbers(tmp_path, committer):
+    log = CommandLog(tmp_path, committer)
+    for first in (999_990, 1_000_010):
+        log.new_state(first)
+        log.rotate(first, [], keep_bytes=1 << 20).result()
+    assert (tmp_path / "1000010").is_dir()
+    log.close().result()
+    assert CommandLog(tmp_path, committer).replay.first == 1_000_010
+
+
 def test_a_full_disk_fails_the_command_and_takes_the_frame_back(tmp_path, committer, monkeypatch):
     log = CommandLog(tmp_path, committer)
     appended(log, command(0))

@@ -101,6 +101,11 @@ def test_zstd_is_bounded():
         wire.unpacked(packed, "zstd", 99_999)
     with pytest.raises(ConfigError, match="not zstd"):
         wire.unpacked(b"plain", "zstd", 10)
+    frames = zstandard.compress(b"a" * 3000) + zstandard.compress(bytes(range(256)) * 40)
+    assert wire.unpacked(frames, "zstd", 20_000) == b"a" * 3000 + bytes(range(256)) * 40
+    for cut in (1, 20, len(frames)):
+        with pytest.raises(ConfigError, match="cut off"):
+            wire.unpacked(frames[:-cut], "zstd", 20_000)
     with pytest.raises(ConfigError, match="encoded as 'gzip'"):
         wire.unpacked(b"", "gzip", 10)
 

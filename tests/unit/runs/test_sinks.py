@@ -9,6 +9,8 @@ import pytest
 from rlloop.errors import ConfigError
 from rlloop.launch.compose import as_container, compose_recipe
 from rlloop.protocols import SampleObserver
+from rlloop.runs import sinks as sinks_module
+from rlloop.runs.journal import Journal
 from rlloop.runs.sinks import check_sinks, make_sinks
 
 HISTOGRAM = {"edges": [-0.1, 0.1], "counts": [1, 5, 2]}
@@ -30,6 +32,19 @@ def feed(sinks):
 
 def certify(run_dir):
     (run_dir / "parity.jsonl").write_text('{"step": 1, "hash": "abc"}\n')
+
+
+def test_the_certificate_is_whole_after_its_records_were_rotated(tmp_path):
+    journal = Journal(tmp_path / "parity.jsonl")
+    for step in range(5):
+        journal.append({"step": step, "hash": f"h{step}"})
+        if step == 2:
+            journal.rotate(step)
+    journal.rotate(4)
+    with sinks_module._certificate(tmp_path) as (whole, head):
+        assert (head, whole.read_text().count("\n")) == ("h4", 5)
+    with sinks_module._certificate(tmp_path / "none") as none:
+        assert none is None
 
 
 def test_tensorboard_files_hold_what_was_recorded(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints on disk: whole or absent, also on a full disk and after a crash."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,53 @@ def test_one_that_is_deleted_while_it_is_read_is_not_there(tmp_path, monkeypatch
 
 def test_what_a_crash_left_is_removed(tmp_path):
     (tmp_path / "model" / ".writing-weights-a").mkdir(parents=True)
-    (tmp_path / "model" / ".writing-weights-a~").write_text("{")
+    (tmp_path / "model" / ".writing-weights-a~.new").write_text("{")
     CheckpointFolder(tmp_path)
     assert left(tmp_path) == []
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, old):
+    found = []
+    for point in range(100):
+        root, calls = tmp_path / str(point), iter(range(100))
+        folder = CheckpointFolder(root)
+        if old:
+            folder.write(PATH, None, content("old"), None, {"note": "old"})
+
+        def killed(call, *arguments, point=point, calls=calls, **options):
+            if next(calls) >= point:  # nor does anything happen after it
+                raise Killed
+            return call(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            for owner, name in (
+                (Path, "rename"),
+                (Path, "replace"),
+                (Path, "unlink"),
+                (Path, "write_text"),
+                (os, "rmdir"),
+            ):
+                real = getattr(owner, name)
+                patch.setattr(owner, name, lambda *args, real=real, **options: killed(real, *args, **options))
+            try:
+                folder.write(PATH, None, content("new"), None, {"note": "new"})
+                ended = True
+            except Killed:
+                ended = False
+        folder = CheckpointFolder(root)
+        noted = [(each.user_metadata, (folder.get(PATH)[1] / "weights").read_text()) for each in folder.list()]
+        found.append(noted[0][1] if noted else None)
+        assert noted in ([({"note": "old"}, "old")] if old else [], [({"note": "new"}, "new")])
+        assert left(root) == (["model/weights/a.json", "model/weights/a/weights"] if noted else [])
+        if ended:
+            break
+    assert {*found} == {"old" if old else None, "new"}
+    assert found[-1] == "new"
 
 
 def test_one_of_the_same_bytes_stays_where_only_that_is_allowed(tmp_path):
