@@ -1,4 +1,5 @@
 import hashlib
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,16 @@ def test_a_foreign_file_among_the_rollouts_is_named_before_anything_is_moved(tmp
         assert steps(folder.metrics.path) == [0, 1, 2, 3, 4, 5]
         (folder.rollouts / name).unlink()
         assert folder.rewind(3) == 2
+
+
+def test_records_set_aside_never_share_a_folder(tmp_path):
+    with filled(tmp_path, last=5) as folder:
+        for step in (4, 3):
+            folder.rewind(step)
+        shutil.rmtree(folder.path / "orphaned" / "1")
+        folder.rewind(2)
+        aside = {each.name: steps(each / "metrics.jsonl") for each in (folder.path / "orphaned").iterdir()}
+        assert aside == {"2": [4], "3": [3]}
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
