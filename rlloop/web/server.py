@@ -118,7 +118,8 @@ def read_token(file: str | Path | None) -> str | None:
         try:
             token = Path(file).read_bytes().decode(errors="replace").strip()
         except OSError as error:
-            raise ConfigError(f"the token file {file} cannot be read: {error.strerror}") from None
+            create = f"; create it: openssl rand -hex 32 > {file}" if isinstance(error, FileNotFoundError) else ""
+            raise ConfigError(f"the token file {file} cannot be read: {error.strerror}{create}") from None
     bearer(token)
     return token
 

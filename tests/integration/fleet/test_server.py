@@ -438,6 +438,8 @@ def test_a_token_that_fits_in_no_header_is_refused_and_not_repeated(tmp_path, mo
     (tmp_path / "token").write_text("a secret of some length\nand another\n")
     with pytest.raises(ConfigError, match="one line"):
         read_token(tmp_path / "token")
+    with pytest.raises(ConfigError, match=r"No such file or directory; create it: openssl rand -hex 32 > .*/none"):
+        read_token(tmp_path / "none")
     (tmp_path / "token").write_bytes(b"\xff" * 20)
     with pytest.raises(ConfigError, match="not ASCII"):
         read_token(tmp_path / "token")
