@@ -20,7 +20,7 @@ import tokenize
 from collections.abc import Iterator
 from enum import EnumType
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 from unittest import mock
 
 from rlloop.cli.main import COMMANDS
@@ -128,6 +128,8 @@ def _type(hint: Any) -> str:
         return "`true`, `false`"
     if hint is Any:
         return "a name, or a mapping with `_target_`"
+    if get_origin(hint) is list:
+        return "a list"
     inner = [each for each in get_args(hint) if each is not type(None)]
     if type(None) in get_args(hint):
         return f"{_type(inner[0])}, or `null`"

@@ -296,12 +296,27 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
     if override is not None and "is not a subclass of" in str(cause):
         inner = [name for name in flat_keys(_compose(folder, stem, [])) if name.rpartition(".")[0] == key]
         return f"{override!r}: {key} is a section, and its keys are set one by one: {', '.join(inner)}"
+    if override is not None and (form := _form(key, override.partition("=")[2], str(cause))):
+        return f"{override!r}: {form}"
     if override is not None and "is not Optional" in str(cause):
         return f"{override!r}: {key} cannot be null"
     text = _first_lines(cause)
     if member := re.search(r"Invalid value '([^']*)', expected one of \[(.*)\]", text):
         text += did_you_mean(member[1], member[2].split(", "))
     return f"{override or folder / f'{stem}.yaml'}: {text}"
+
+
+def _form(key: str, value: str, cause: str) -> str:
+    """How to write a list or a mapping that a word was given for; empty for other mistakes."""
+    if "is not a ListConfig" in cause:
+        return f"{key} is a list: '{key}=[{value}]'"
+    if not re.search(r"Cannot assign \w+ to Dict", cause):
+        return ""
+    if key == "algorithm.correction":
+        return f"{key} is a mapping: {key}='{{{value}: {{}}}}'"
+    if key in ("reward", "task"):
+        return f"{key} is a mapping; give {key}._target_={value}"
+    return f"{key} is a mapping; set its keys one by one, as in {key}.KEY=VALUE"
 
 
 def _explain_missing(error: MissingConfigException, folder: Path) -> str:
