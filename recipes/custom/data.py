@@ -263,6 +263,8 @@ def _row(value: Any, where: str) -> Row:
 def read_dataset(path: str, name: str | None, split: str, key: str, *, mapped: bool = False) -> Rows:
     """A dataset that `datasets` knows, or a folder that its `save_to_disk` wrote. `mapped`: rows stay in its Arrow
     files, which `datasets` maps into memory, and are read when their turn comes."""
+    if Path(path).is_file():  # `datasets` would ask the network for a dataset of that name
+        raise ConfigError(f"{key} is {path!r}, a file: leave out data.format=datasets, or name its folder")
     try:
         import datasets  # pyright: ignore[reportMissingImports] - an extra, and too heavy for the tests
     except ImportError:

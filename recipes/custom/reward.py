@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlloop.rewards.examples import field_of
+from rlloop.rewards.examples import MissingField, field_of
 from rlloop.types import Example, RewardResult
 
 
@@ -18,7 +18,15 @@ def exact_match(prompt: str, completion: str, example: Example, answer_key: str 
 
 
 def _check_example(example: Example, answer_key: str = "answer") -> None:
-    field_of(example, answer_key, "answer_key")
+    if answer_key in example.data:
+        return
+    key = f"{'+' if answer_key == 'answer' else ''}reward.answer_key"
+    has = ", ".join(map(str, example.data)) or "none"
+    other = next((name for name in example.data if name != "prompt"), "FIELD")
+    raise MissingField(
+        f"exact_match reads the row's field {answer_key!r}, and rows have {has}: set "
+        f"{key}={other}, or your own reward by reward._target_=module.function"
+    )
 
 
 # A run asks it before it begins, so that rows without an answer are refused.

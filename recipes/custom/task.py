@@ -70,7 +70,12 @@ class Custom:
         self.max_turns = max_turns
         self.max_conversation_tokens = min(config.max_positions, max_sequence_tokens)
         self._vocabulary = config.vocab_size
-        self._room = min(config.max_positions, max_sequence_tokens) - max_tokens
+        self._room, self._max_tokens = min(config.max_positions, max_sequence_tokens) - max_tokens, max_tokens
+        self._bound = (
+            f"the model's {config.max_positions} positions"
+            if config.max_positions <= max_sequence_tokens
+            else f"trainer.max_batch_tokens={max_sequence_tokens}"
+        )
         self._room_is = (
             f"the model's {config.max_positions} positions and trainer.max_batch_tokens={max_sequence_tokens} leave, "
             f"less rollout.max_tokens={max_tokens}"
@@ -111,7 +116,9 @@ class Custom:
         """Raises `ConfigError` listing the rows that cannot work."""
         limit = min(data.max_prompt_tokens, self._room)
         if limit < 1:
-            raise ConfigError(f"no prompt has room: {self._room} tokens are what {self._room_is}")
+            raise ConfigError(
+                f"rollout.max_tokens={self._max_tokens} leaves no room for a prompt in {self._bound}; lower it"
+            )
         problems, kept, examples = Problems(source), list[int](), list[Example]()
         for index, (number, row) in enumerate(rows):
             try:
@@ -145,10 +152,13 @@ class Custom:
                 f"in {self.path} is another model's",
             )
         if length > limit:
-            reason = "data.max_prompt_tokens" if limit == data.max_prompt_tokens else self._room_is
+            by_key = limit == data.max_prompt_tokens
+            reason, remedy = (
+                ("data.max_prompt_tokens", "raise it") if by_key else (self._room_is, "lower rollout.max_tokens")
+            )
             raise RowProblem(
                 OVERLONG,
-                f": the prompt has {length} tokens, more than {limit} ({reason}); raise the limit, shorten the row, or "
+                f": the prompt has {length} tokens, more than {limit} ({reason}); {remedy}, shorten the row, or "
                 "leave such rows out with data.overlong=drop",
             )
 

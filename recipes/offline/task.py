@@ -77,6 +77,11 @@ class Given:
         source = section.eval_path or section.path
         self._held_out = [self._example(section, row, f"{source}, row {number}", False) for number, row in held_out]
 
+    @property
+    def gives_pairs(self) -> bool:
+        """To rlloop train: losses of pairs may learn from it."""
+        return self.kind != "demonstrations"
+
     def model_folder(self) -> Path:
         return self.path
 
@@ -105,7 +110,9 @@ class Given:
         text, ids = self.chat.prompt(cast("str | list[Any]", content), section.system)
         completions: dict[str, Any] = {}
         for name in FIELDS[self.kind]:
-            answer = row.get(name)
+            if name not in row:
+                raise ConfigError(f"{where} has no field {name!r}; it has {', '.join(map(str, row))}{self._other(row)}")
+            answer = row[name]
             if not isinstance(answer, str) or not answer:
                 raise ConfigError(f"{where}: {name} is {answer!r:.60}; it must be text, for task.kind={self.kind}")
             tokens = [*self.chat.ids(answer), self._end]
@@ -118,6 +125,12 @@ class Given:
         if not training and self.kind == "verdicts":
             data["compared"] = completions
         return Example(row_id(row, section.id_key), ids, text if not isinstance(content, str) else content, data)
+
+    def _other(self, row: Row) -> str:
+        """The recipe for which the row has the fields, as a sentence; empty if there is none."""
+        if self.kind == "demonstrations":
+            return ". For pairs use --config-name offline/preferences" if row.keys() >= {"chosen", "rejected"} else ""
+        return ". For demonstrations use --config-name offline" if "completion" in row else ""
 
     def _talk(self, id: str, messages: list[Any], system: str | None, where: str, training: bool) -> Example:
         """A conversation: its prompt is what stands before the first assistant turn, and every such turn is trained."""

@@ -14,6 +14,7 @@ from rlloop import load_model, token_logprobs
 from rlloop.cli.main import main
 from rlloop.errors import ConfigError
 from rlloop.models.adapter_files import WEIGHTS, with_stored_adapter
+from rlloop.models.config import read_config
 from rlloop.recipes.custom.data import DataSection, place, read_files, read_rows
 from rlloop.recipes.custom.streaming import ArrowRows, OnDemand
 from rlloop.recipes.custom.task import Custom
@@ -216,6 +217,16 @@ def test_long_prompts_stop_the_run_or_are_left_out(model, tmp_path, capsys):
         ConfigError, match=r"more than 22 .*trainer.max_batch_tokens=30 leave, less rollout.max_tokens=8"
     ):
         task(model, path, max_sequence_tokens=30)
+    with pytest.raises(ConfigError, match=r"; lower rollout.max_tokens, shorten the row, or leave"):
+        task(model, path, max_sequence_tokens=30)
+    with pytest.raises(
+        ConfigError, match=r"max_tokens=8 leaves no room for a prompt in trainer.max_batch_tokens=8; low"
+    ):
+        task(model, path, max_sequence_tokens=8)
+    positions = read_config(model).max_positions
+    room = {"max_tokens": positions, "max_sequence_tokens": 2 * positions}
+    with pytest.raises(ConfigError, match=rf"no room for a prompt in the model's {positions} positions; lower it"):
+        Custom(0, str(model), data={"path": str(path)}, **room)
     assert len(task(model, path, max_prompt_tokens=20, overlong="drop")._training[0]) < 43
     assert "left out 1 of" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"all of its .* prompts are longer than 2 tokens"):
@@ -286,6 +297,11 @@ def test_mistakes_stop_the_command_before_it_starts(model, rows, tmp_path, capsy
         assert main(["train", "--config-name", "custom", given]) == 2
         assert f"{missing} must be given" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_file_is_no_dataset_and_is_refused_before_the_network_is_asked(model, rows):
+    with pytest.raises(ConfigError, match=r"sums.jsonl', a file: leave out data.format=datasets, or name its folder"):
+        task(model, rows, format="datasets")
 
 
 def test_datasets_is_an_extra(model, monkeypatch, tmp_path):

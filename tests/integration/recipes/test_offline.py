@@ -117,8 +117,14 @@ def test_rows_that_cannot_work_are_named_before_anything_starts(place, tmp_path)
         data = {"path": str(file), "eval_path": str(place / "preferences.jsonl")}
         return Given(0, str(place / "model"), kind=kind, data=data, group_size=group_size, **ROOM)
 
-    with pytest.raises(ConfigError, match=r"row 1: rejected is None; it must be text, for task.kind=preferences"):
+    with pytest.raises(ConfigError, match=r"row 1: rejected is 3; it must be text, for task.kind=preferences"):
+        made("preferences", [{"prompt": "1 2", "chosen": "2", "rejected": 3}], 2)
+    with pytest.raises(ConfigError, match=r"row 1 has no field 'rejected'; it has prompt, chosen$"):
         made("preferences", [{"prompt": "1 2", "chosen": "2"}], 2)
+    with pytest.raises(ConfigError, match=r"has no field 'chosen'; .* use --config-name offline$"):
+        made("preferences", [{"prompt": "1 2", "completion": "2"}], 2)
+    with pytest.raises(ConfigError, match=r"no field 'completion'; .* For pairs use --config-name offline/preferences"):
+        made("demonstrations", [{"prompt": "1 2", "chosen": "2", "rejected": "1"}], 1)
     with pytest.raises(ConfigError, match="row 1 has 105 tokens with its prompt, and 64 have room"):
         made("preferences", [{"prompt": "1 2", "chosen": "2 " * 99, "rejected": "1"}], 2)
     with pytest.raises(ConfigError, match=r"rollout.group_size is 1; with task.kind=preferences it must be 2"):

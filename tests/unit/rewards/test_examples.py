@@ -24,9 +24,15 @@ def prepared(reward: dict) -> None:
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (EXACT, "reward: example .* has no field 'answer'; answer_key must name one that it has: target"),
-        ({**EXACT, "answer_key": "right"}, "no field 'right'; answer_key must name"),
-        (WEIGHTED, "reward: part 'exact': example .* has no field 'answer'; answer_key"),
+        (
+            EXACT,
+            r"reward: exact_match reads the row's field 'answer', and rows have .*: set \+reward.answer_key=target",
+        ),
+        (
+            {**EXACT, "answer_key": "right"},
+            "field 'right', and rows have .*: set reward.answer_key=target, or your own",
+        ),
+        (WEIGHTED, "reward: part 'exact': exact_match reads the row's field 'answer'"),
         ({"_target_": "rlloop.rewards.MathReward"}, "no field 'answer'; answer_key must name"),
         ({"_target_": "rlloop.rewards.CodeReward"}, "no field 'tests'; tests_key must name"),
         ({**RUBRICS, "reference_key": "right"}, "no field 'right'; reference_key must name"),
