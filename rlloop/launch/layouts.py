@@ -13,6 +13,7 @@ from rlloop.config.layout import World
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Launch, RunConfig
 from rlloop.errors import ConfigError
+from rlloop.launch.objectives import check_objective
 from rlloop.launch.room import check_room
 from rlloop.models.architecture import ModelConfig
 from rlloop.models.config import parse_config, read_config
@@ -130,8 +131,9 @@ def _check_ray(config: RunConfig) -> None:
 
 
 def check_task(config: RunConfig, task: Task) -> None:
-    """`check_model` of the model that `task` gives, and on a GPU of this machine `check_room`, where its configuration
-    is known before it is made."""
+    """`check_objective`; `check_model` of the model that `task` gives, and on a GPU of this machine `check_room`, where
+    its configuration is known before it is made."""
+    check_objective(config, task)
     divided = config.world.size > 1 or config.rollout.engine is EngineKind.vllm_stock
     here = torch.device(config.device).type == "cuda" and (config.launch is not Launch.ray or not config.ray.address)
     if not (divided or here):

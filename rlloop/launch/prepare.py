@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlloop.algorithms import Loss, advantages_for, loss_for
 from rlloop.config.instantiate import lacking, resolve
 from rlloop.config.rollout import EngineKind
 from rlloop.config.run import Anchor, ParityMode, RunConfig
+from rlloop.config.tasks import TASKS
 from rlloop.errors import ConfigError, ModelError
 from rlloop.launch.make import engine_factory
 from rlloop.loop.parts import Advantages
@@ -41,8 +43,12 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
 
     `reward`: the function itself, in place of the one that the configuration names.
     """
+    if not config.task:
+        listed = " or ".join(f"task={name}" for name in TASKS)
+        raise ConfigError(f"the recipe has no task; add {listed}, and task.name=... (docs/agents.md)")
     loss = loss_of(config)
     scored = resolve_reward(config.reward) if reward is None else reward
+    _check_per_sample(scored)
     advantages = advantages_for(config.algorithm, config.rollout.max_tokens, config.rollout.group_size)
     if isinstance(config.rollout.engine, Mapping):
         engine_factory(config.rollout.engine)
@@ -69,6 +75,22 @@ def prepare(config: RunConfig, reward: Callable[..., Any] | None = None) -> Prep
                     raise
     scorer = RewardRunner(scored, timeout=config.scoring.timeout, concurrency=config.scoring.concurrency)
     return Prepared(task, scorer, advantages, loss)
+
+
+def _check_per_sample(reward: Any) -> None:
+    """Raises `ConfigError` for a reward of TRL's signature, which would be called with one sample."""
+    if getattr(reward, "batched", False):
+        return
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # it has none, as some built-in functions
+        return
+    if batch := [name for name in signature.parameters if name in ("prompts", "completions")]:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        raise ConfigError(
+            f"{name}{signature} takes {' and '.join(batch)}: this is a batch reward of rlloop.GRPO; rlloop.train calls "
+            "(prompt, completion, example)"
+        )
 
 
 def _check_carries(config: RunConfig, task: Task) -> None:
