@@ -50,13 +50,17 @@ class GRPO:
         or a file that `data.path` reads. Without `eval_dataset` a tenth of the rows is held out. `overrides`: keys of
         the configuration, as for `rlloop.train`; `algorithm="dapo"` is another algorithm.
         """
+        if isinstance(reward_funcs, str):
+            raise ConfigError(f"reward_funcs is {reward_funcs!r}; it must be a function, or a list of functions")
         functions: list[Any] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
         self.reward = BatchRewards(functions, reward_weights)
         self.callbacks, self.overrides = callbacks, dict(overrides)
-        data = {"path": _file_of(train_dataset, "train_dataset")}
+        own = self.overrides.get("data", {})
+        prompt_key = own.get("prompt_key", self.overrides.get("data.prompt_key", "prompt"))
+        data = {"path": _file_of(train_dataset, "train_dataset", prompt_key)}
         if eval_dataset is not None:
-            data["eval_path"] = _file_of(eval_dataset, "eval_dataset")
-        self.overrides["data"] = {**data, **self.overrides.get("data", {})}
+            data["eval_path"] = _file_of(eval_dataset, "eval_dataset", prompt_key)
+        self.overrides["data"] = {**data, **own}
         self.overrides["model"] = {"path": str(model), **self.overrides.get("model", {})}
 
     def train(self) -> Run:
@@ -119,13 +123,16 @@ def _values(function: RewardFunction, name: str, arguments: Mapping[str, Any], c
     return values
 
 
-def _file_of(rows: str | Path | Iterable[Mapping[str, Any]], name: str) -> str:
+def _file_of(rows: str | Path | Iterable[Mapping[str, Any]], name: str, prompt_key: str) -> str:
     """The path of a file of rows; rows in memory are written to the cache, under a digest of their content."""
     if isinstance(rows, str | Path):
         return str(rows)
     rows = [] if rows is None else list(rows)
     if odd := [row for row in rows if not isinstance(row, Mapping)]:
         raise ConfigError(f"{name} has the row {odd[0]!r:.80}; give dictionaries, such as {{'prompt': 'Say 1.'}}")
+    for number, row in enumerate(rows, start=1):
+        if prompt_key not in row:  # else the cache's file would be named
+            raise ConfigError(f"{name}: row {number} has no field {prompt_key!r}; it has {', '.join(map(str, row))}")
     try:
         content = b"".join(msgspec.json.encode(dict(row)) + b"\n" for row in rows)
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -35,6 +35,9 @@ class Stored:
         of_run = path.absolute().parents[1] if path.absolute().parent.name == "checkpoints" else None
         run = Run(of_run) if of_run is not None and (of_run / "config.yaml").is_file() else None
         if not (path / "config.json").is_file() and not is_adapter(path):
+            if run is not None and not path.exists():
+                kept = ", ".join(folder.name for folder in run.checkpoints.values()) or "none"
+                raise ModelError(f"{name} is not kept; {of_run} has the checkpoints: {kept}")
             raise ModelError(f"{name} is neither a model's folder nor a run; {how_to_fetch(name)}")
         return cls(path, run)
 

@@ -118,14 +118,28 @@ def test_grpo_takes_rewards_of_trl_and_rows_in_memory(place: Path) -> None:
     assert first["reward"] == pytest.approx(2 * first["components"]["share"] + first["components"]["short"])
     assert second["components"].keys() == {"share"}
     assert run.columns("parity/tokens_different")["parity/tokens_different"][1:] == [0, 0, 0]
-    for wrong, message in (([], "function"), ([share, 3], "function"), (None, "function")):
+    text = "reward_funcs is 'mine.reward'; it must be a function"
+    for wrong, message in (([], "function"), ([share, 3], "function"), (None, "function"), ("mine.reward", text)):
         with pytest.raises(rlloop.ConfigError, match=message):
             rlloop.GRPO(place / "model", wrong, ROWS)
-    for rows, message in (([], "has no rows"), (None, "has no rows"), (["a"], "the row 'a'; give dictionaries")):
+    nameless = [{"prompt": "a"}, {"question": "b"}], "train_dataset: row 2 has no field 'prompt'; it has question"
+    for rows, message in (([], "has no rows"), (None, "has no rows"), (["a"], "the row 'a'; give dict"), nameless):
         with pytest.raises(rlloop.ConfigError, match=message):
             rlloop.GRPO(place / "model", share, rows)
     with pytest.raises(rlloop.ConfigError, match="config is None; it must be a recipe's name"):
         rlloop.train(None)
+
+
+def test_a_batch_reward_is_not_for_train(place: Path) -> None:
+    def right(prompts, completions, answer, **_):
+        return [1.0 for _ in completions]
+
+    where = {"model": {"path": place / "model"}, "data": {"path": str(place / "rows.jsonl")}}
+    with pytest.raises(
+        rlloop.ConfigError, match=r"right\(.*a batch reward of rlloop.GRPO; rlloop.train calls \(prompt,"
+    ):
+        rlloop.train("custom", reward=right, run={"dir": str(place / "refused")}, **where)
+    assert not (place / "refused").exists()
 
 
 def test_of_a_reward_of_trl_nan_rejects_a_completion_and_none_leaves_it_out() -> None:
@@ -141,6 +155,8 @@ def test_parity_of_a_run_and_a_checkpoint_is_of_the_same_weights_or_says_so(plac
     for step, code, says in ((1, 0, "Both sides are version 1"), (3, 3, "Not the same weights")):
         assert main(["parity", str(run), str(run / f"checkpoints/step_{step}"), "--require"]) == code
         assert says in capsys.readouterr().out
+    assert main(["generate", str(run / "checkpoints/step_2"), "a"]) == 2
+    assert f"is not kept; {run} has the checkpoints: step_1, step_3" in capsys.readouterr().err.replace("\n", " ")
     assert main(["parity", str(place / "model"), str(run), "--require"]) == 0
     assert "Both sides are version 0" in capsys.readouterr().out
 
