@@ -224,22 +224,26 @@ class SamplingLane(Lane):
         return self.sampling
 
     def step(self) -> None:
-        sampling = self.ready()
         while self._new:
+            if isinstance(self._new[0], SampleCall):
+                self.ready()  # while the call waits: if no engine can be made, `broken` fails it
             call = self._new.popleft()
             if isinstance(call, SampleCall):
-                sampling.add(call)
+                self.ready().add(call)
                 continue
             try:
                 call.future.set_result(call.run())
             except Exception as error:
                 call.future.set_exception(error)
             return
-        sampling.step()
+        self.ready().step()
 
     def broken(self, error: BaseException) -> None:
         if self.sampling is not None:
             self.sampling.fail_all(error)
+            return
+        while self._new and isinstance(self._new[0], SampleCall):  # others need no engine; the next sample tries again
+            _fail([self._new.popleft()], error)
 
     def close(self, error: BaseException) -> None:
         _fail(self._new, error)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlloop.training.lanes import Lane, Worker
+from rlloop.training.lanes import Action, Lane, SamplingLane, Worker
 from rlloop.training.provenance import SampledSequences
-from rlloop.training.sampling import Sampling
+from rlloop.training.sampling import SampleCall, Sampling
 
 
 class Slow(Lane):
@@ -151,3 +151,34 @@ def test_requests_may_begin_while_another_thread_counts_them():
     sampling = Sampling(engine, SampledSequences(1), max_running=1)
     sampling._calls["first"] = Begins()
     assert sampling.waiting == 1
+
+
+def test_samples_fail_where_no_engine_can_be_made_and_the_next_tries_again():
+    def make() -> Sampling:
+        tries.append(len(tries))
+        raise MemoryError("no room for the cache")
+
+    tries = list[int]()
+    lane, ran = SamplingLane(make), list[str]()
+    worker = Worker("no engine", lambda lane: None)
+    calls: list[Any] = [sample(), sample(), Action(lambda: ran.append("dropped")), sample()]
+    with worker.changed:
+        worker.lanes.append(lane)
+        futures = [lane.place(call) for call in calls]
+        worker.changed.notify_all()
+    for future in futures[:2] + futures[3:]:
+        with pytest.raises(MemoryError, match="no room"):
+            future.result(60)
+    futures[2].result(60)
+    assert (ran, tries, lane.busy) == (["dropped"], [0, 1], False)  # what needs no engine is done
+    with worker.changed:
+        later = lane.place(sample())
+        worker.changed.notify_all()
+    with pytest.raises(MemoryError):
+        later.result(60)
+    worker.close(RuntimeError("over"))
+
+
+def sample() -> SampleCall:
+    nothing: Any = None
+    return SampleCall(nothing, nothing, [], [], nothing, 0, 0, [])
