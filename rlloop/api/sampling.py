@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from rlloop.api.wire import encode_sample
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.types import SampleResponse
 
-LOG_BYTES = 64 << 20  # of a session's requests and results; beyond, the older half goes
+LOG_BYTES = 64 << 20  # of a session's requests that have results, with those; beyond, the older half goes
 CLONES = 1_000_000_000  # a copy of a client numbers its requests from a multiple of this
 
 
@@ -47,28 +48,35 @@ class SamplingSession:
         self.ready = asyncio.Event()  # the service has the weights, or never will
         self.error: str | None = None
         self.clients = 1  # ids given to copies of the client
-        self._done: dict[int, tuple[int, list[str]]] = {}  # by copy: how many were forgotten, and requests done since
+        # Cursors count on from the time in µs: those of before a restart are lower, and so name nothing here.
+        self._first = time.time_ns() // 1000
+        self._done: dict[int, tuple[int, list[str]]] = {}  # by copy: cursor of what was forgotten, requests done since
         self._news = asyncio.Event()
 
     def note(self, request_id: str, seq_id: int) -> None:
         """A request is done."""
-        self._done.setdefault(seq_id // CLONES, (0, []))[1].append(request_id)
+        self._done.setdefault(seq_id // CLONES, (self._first, []))[1].append(request_id)
         self._news.set()
         self._news = asyncio.Event()
 
     async def done_since(self, copy: int, cursor: int, seconds: float) -> tuple[list[str], int]:
         """Requests of a copy of the client that are done after `cursor`, and the next cursor. Those before are
-        forgotten."""
+        forgotten. For a cursor of before a restart, or 0, all are new."""
+        if cursor > self._end(copy):  # of before a restart, and the clock was set back
+            cursor = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (done := self._done.get(copy, (0, []))) and done[0] + len(done[1]) <= cursor:
+                while self._end(copy) <= max(cursor, self._first):
                     await self._news.wait()
-        forgotten, ids = self._done.get(copy, (0, []))
-        if 0 <= cursor - forgotten <= len(ids):  # a cursor of before a restart names nothing here: all are new
-            ids = ids[cursor - forgotten :]
-            forgotten = cursor
-            self._done[copy] = (forgotten, ids)
-        return list(ids), forgotten + len(ids)
+        forgotten, ids = self._done.get(copy, (self._first, []))
+        cursor = max(cursor, forgotten)
+        self._done[copy] = cursor, ids[cursor - forgotten :]
+        return list(self._done[copy][1]), self._end(copy)
+
+    def _end(self, copy: int) -> int:
+        """The cursor after all that is done."""
+        forgotten, ids = self._done.get(copy, (self._first, []))
+        return forgotten + len(ids)
 
 
 class Samples:
@@ -81,6 +89,7 @@ class Samples:
         self.core, self.client, self._sampler_of = core, client, sampler_of
         self.log = CommandLog(folder, core.committer)
         self._count = 0
+        self._finished, self._shrinking = 0, False  # bytes in the log of requests that have results, with those
         self._durable: dict[str, asyncio.Future[None]] = {}
 
     async def submit(
@@ -167,13 +176,33 @@ class Samples:
         self.core.keep(self.log, Result(number, outcome.body, outcome.failed, outcome.raw))
         self.core.futures.resolve(future, outcome)
         session.note(future.request_id, seq_id)
-        if self.log.nbytes > LOG_BYTES:
-            self.log.shrink(newer_half)
+        self._finished += future.nbytes + len(outcome.body) + len(outcome.raw)
+        if self._finished > LOG_BYTES and not self._shrinking:  # each halves it again, and writes all that stays
+            self._shrinking = True
+            self.core.task(self._shrink())
+
+    async def _shrink(self) -> None:
+        """Drop the older half of the requests that have results."""
+        gone = 0
+
+        def newer(records: list[Record]) -> list[Record]:
+            nonlocal gone
+            kept = newer_half(records)
+            gone = _nbytes(records) - _nbytes(kept)
+            return kept
+
+        try:
+            with suppress(OSError):  # a full disk, which `keep` tells of; the next result tries again
+                await asyncio.wrap_future(self.log.shrink(newer))
+                self._finished -= gone
+        finally:
+            self._shrinking = False
 
     def replay(self, sessions: dict[str, SamplingSession]) -> int:
         """Requests of the log again: results are known, and what has none is made again. Returns their number."""
         replay = self.log.replay
         results = replay.results
+        self._finished = _nbytes([record for record in replay.records if record.seq_id in results])
         for command in replay.commands:
             self._count = max(self._count, command.seq_id + 1)
             body = requests.decoded(command.body, requests.Sample)
@@ -233,6 +262,12 @@ def sequence_ids(request_id: str, count: int) -> list[str]:
 def encoded(response: SampleResponse) -> Outcome:
     raw = b"".join(np.asarray(sequence.raw_logprobs, "<f4").tobytes() for sequence in response.sequences)
     return Outcome(encode_sample(response), PROTOBUF, raw=raw)
+
+
+def _nbytes(records: list[Record]) -> int:
+    """Size of what clients sent and what they get."""
+    size = sum(len(record.body) for record in records if isinstance(record, Command | Result))
+    return size + sum(len(record.raw) for record in records if isinstance(record, Result))
 
 
 def newer_half(records: list[Record]) -> list[Record]:
