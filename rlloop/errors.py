@@ -11,6 +11,7 @@ A user's mistake is a `ValueError`, raised before any work starts, whose message
 and what to change. A broken invariant of rlloop's own is an `assert`.
 """
 
+import copyreg
 import difflib
 import functools
 import threading
@@ -38,6 +39,10 @@ class RlloopError(Exception):
     """Base of rlloop's errors. `exit_code`: the command line's."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process has it as it is here, also one whose `__init__` takes other arguments than its message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore
 
 
 class ConfigError(RlloopError, ValueError):

@@ -99,17 +99,22 @@ class ProcessTrainingService(RemoteTrainingService):
         return result
 
     def _receive(self) -> None:
+        unreadable = ""
         while True:
             try:
                 number, good, value = self._socket.recv()
             except (EOFError, OSError):
+                break
+            except Exception as error:  # of which call, nobody knows: all that wait fail
+                unreadable = f", since a reply could not be read: {type(error).__name__}: {error}"
+                self._process.kill()
                 break
             result = self._waiting.pop(number)
             if good:
                 result.set_result(value)
             else:
                 result.set_exception(value)
-        reason = f"the process of the training service ended with code {self._process.wait()}"
+        reason = f"the process of the training service ended with code {self._process.wait()}{unreadable}"
         if (died := self._died) is not None:
             died(reason)
             return
@@ -160,6 +165,8 @@ class _Host:
     def _send(self, number: int | None, good: bool, value: Any) -> None:
         try:
             content = pickle.dumps((number, good, value), pickle.HIGHEST_PROTOCOL)
+            if not good:
+                pickle.loads(content)  # a library's error with an `__init__` of its own may fail here
         except Exception as problem:  # of a result, or an error that cannot be pickled
             text = f"a result cannot be sent: {problem}" if good else f"{type(value).__name__}: {value}"
             content = pickle.dumps((number, False, RlloopError(text)))
