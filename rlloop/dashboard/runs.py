@@ -22,6 +22,7 @@ import yaml
 from rlloop.config.resume import flatten, without_logins
 from rlloop.config.tasks import offline_kind
 from rlloop.dashboard.notes import NOTES, read_notes
+from rlloop.errors import RunError
 from rlloop.metrics import number_of, outcome_names, pass_or_fail
 from rlloop.parity.certificate import find_breaks
 from rlloop.runs.find import find_runs
@@ -308,16 +309,17 @@ class Run:
         return file.read_text(errors="replace").splitlines()[-lines:] if file.exists() else []
 
     def last_record(self, span: int = 1 << 16) -> tuple[dict[str, Any], str | None]:
-        """The newest complete record, and a problem near the file's end, if any."""
+        """The newest complete record, and a problem of the file or near its end, if any."""
+        problem = None
         try:
-            journal = open_journal(self.path / "metrics.jsonl")
+            with open_journal(self.path / "metrics.jsonl") as handle:
+                size = handle.seek(0, os.SEEK_END)
+                handle.seek(max(0, size - span))
+                end = handle.read()
         except FileNotFoundError:
             return {}, None
-        problem = None
-        with journal as handle:
-            size = handle.seek(0, os.SEEK_END)
-            handle.seek(max(0, size - span))
-            end = handle.read()
+        except (RunError, OSError) as error:
+            return {}, f"metrics.jsonl cannot be read: {error}"
         lines = end.rpartition(b"\n")[0].split(b"\n")
         for index in range(len(lines) - 1, 0 if size > span else -1, -1):
             try:

@@ -268,7 +268,7 @@ def make_app(dashboard: Dashboard) -> Starlette:
             Route("/api/notes", notes, methods=["POST"]),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        exception_handlers={HTTPException: failed, ConfigError: failed},
+        exception_handlers={HTTPException: failed, ConfigError: failed, RunError: failed},
     )
 
 

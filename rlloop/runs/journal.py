@@ -202,9 +202,14 @@ class _Joined(io.RawIOBase):
 
 
 def _size(file: Path) -> int:
+    """Bytes of a segment's content. Raises `RunError` for a damaged one."""
     if file.suffix == ".zst":
         with file.open("rb") as packed:
-            return zstandard.frame_content_size(packed.read(18))
+            head = packed.read(18)
+        try:
+            return zstandard.frame_content_size(head)
+        except zstandard.ZstdError as error:
+            raise RunError(f"{file} is damaged: {error}; restore it from a copy") from error
     try:
         return file.stat().st_size
     except FileNotFoundError:  # compressed meanwhile

@@ -298,6 +298,19 @@ def test_damaged_rollouts_are_told(ask, root):
     assert ask("/api/rollout", run="drift", step=2, line=0).status_code == 422
 
 
+def test_a_run_with_a_damaged_segment_is_told_and_the_others_are_as_usual(ask, root):
+    (root / "drift" / "rotated").mkdir()
+    (root / "drift" / "rotated" / "metrics_00000000.jsonl.zst").touch()
+    runs = {run["id"]: run for run in ask("/api/runs").json()["runs"]}
+    assert "metrics_00000000.jsonl.zst is damaged" in runs["drift"]["problems"][0]
+    assert (runs["zero"]["step"], runs["zero"]["problems"]) == (4, [])
+    text = ask("/metrics").text
+    assert 'rlloop_step{run="zero"} 4.0' in text
+    assert 'rlloop_live{run="drift"} 0.0' in text
+    failed = ask("/api/totals", run="drift")
+    assert (failed.status_code, "is damaged" in failed.json()["error"]) == (400, True)
+
+
 def test_prometheus(ask):
     text = ask("/metrics").text
     assert 'rlloop_parity_k3{run="zero"} 0.0' in text

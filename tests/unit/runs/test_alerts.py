@@ -178,6 +178,20 @@ def test_a_run_that_cannot_be_read_ends_no_other_s_alerts(tmp_path, monkeypatch)
     assert told not in watch.look()
 
 
+def test_a_damaged_segment_ends_no_other_s_alerts(tmp_path):
+    bad, good = Writer(tmp_path / "bad"), Writer(tmp_path / "good")
+    bad.write()
+    good.write()
+    (tmp_path / "bad" / "rotated").mkdir()
+    (tmp_path / "bad" / "rotated" / "metrics_00000000.jsonl.zst").touch()
+    watch = Watch(Runs(tmp_path), "http://nowhere", [Condition.parse("ledger/sampled > 1")])
+    [told] = watch.look()
+    assert told.startswith("bad: cannot be read: ")
+    assert "metrics_00000000.jsonl.zst is damaged" in told
+    good.write()
+    assert watch.look() == ["good, step 1: ledger/sampled is 12 (ledger/sampled > 1)"]
+
+
 def test_a_run_that_cannot_be_read_at_the_start_is_told(tmp_path, monkeypatch):
     posted = list[str]()
     Writer(tmp_path / "bad").write()

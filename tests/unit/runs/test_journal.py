@@ -233,6 +233,9 @@ def test_damage_is_named(tmp_path, often):
     segment.write_bytes(segment.read_bytes()[:-4])
     with pytest.raises(RunError, match=r"metrics_00000005\.jsonl\.zst is damaged"):
         steps_of(folder.path)
+    segment.write_bytes(b"")
+    with pytest.raises(RunError, match=r"metrics_00000005\.jsonl\.zst is damaged"):
+        steps_of(folder.path)
     archive = folder.rollouts / "step_00000005.zip"
     archive.write_bytes(archive.read_bytes()[:50])
     with pytest.raises(RunError, match=r"step_00000005\.zip is damaged"):
