@@ -370,6 +370,7 @@ def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
             raise ConfigError(f"sequence {index} is {ids!r:.60}; it must be a list of token ids")
         if len(ids) > limit:
             raise ConfigError(f"sequence {index} has {len(ids)} tokens; the model has {limit} positions")
+        check_predicted(index, row)
         prompt = row.predict[0] if len(row.predict) else len(ids)
         check_images(ids if row.model_input is None else row.model_input, model.config, prompt)
         if row.model_input is not None and (last := row.positions(len(ids)).max(initial=0)) >= limit:
@@ -379,3 +380,13 @@ def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
             raise ConfigError(
                 f"sequence {index} has token id {wrong[0]}; the vocabulary's ids are 0 to {vocabulary - 1}"
             )
+
+
+def check_predicted(index: int, row: ScoreRow) -> None:
+    """Raises `ConfigError` unless `predict` names tokens of the row, in order, that have one before them."""
+    at = row.picked
+    if len(at) and (at[0] < 1 or at[-1] >= len(row.token_ids) or (at[1:] <= at[:-1]).any()):
+        raise ConfigError(
+            f"sequence {index} of {len(row.token_ids)} tokens predicts those at {row.predict!r:.60}; they must be "
+            "ascending indices from 1 on, since each is predicted from those before it: a prompt has at least one token"
+        )

@@ -15,6 +15,7 @@ from rlloop.algorithms import LossBatch
 from rlloop.algorithms.batch import Counts
 from rlloop.errors import ConfigError
 from rlloop.models import RedrawRecord, ScoreRow
+from rlloop.models.scoring import check_predicted
 from rlloop.models.shared_prompts import shared_tokens
 from rlloop.numerics.transfer import on_device
 from rlloop.types import ModelInput, Sample, SamplingParams, as_model_input
@@ -146,8 +147,8 @@ def make_step_batch(
 
     `multiple`: the number of micro-batches is a multiple of it, as far as there are sequences, and they are even.
 
-    Raises `ConfigError` for a batch without trained tokens, a sequence above the budget, or rollout logprobs that only
-    some of the sequences have.
+    Raises `ConfigError` for a batch without trained tokens, a sequence above the budget, one whose `predict` names no
+    tokens of it or has another length than what goes with them, or rollout logprobs that only some sequences have.
     """
     sequences = [item if isinstance(item, TrainSequence) else TrainSequence.of_sample(item) for item in batch]
     counts = [len(item.predict) for item in sequences]
@@ -170,6 +171,8 @@ def make_step_batch(
         ScoreRow(item.token_ids, item.predict, item.sampling, item.routed_experts, item.selected, item.model_input)
         for item in sequences
     ]
+    for index, row in enumerate(rows):
+        check_predicted(index, row)
     shared = shared_tokens(rows) if share else [0] * len(rows)
     micro_batches = _split([len(row.token_ids) for row in rows], shared, counts, max_batch_tokens, multiple)
     for micro in micro_batches:

@@ -130,6 +130,13 @@ def test_mistakes_are_refused_by_name(model: Model, pair, sampling, named: str) 
         token_logprobs(model, [PAIRS[0], pair], sampling=sampling)
 
 
+@pytest.mark.parametrize("predict", [range(2), [0], [-1], [-3, 2], [2, 1], [1, 1], [3], range(2, 4)])
+def test_only_tokens_that_have_one_before_them_are_predicted_in_order(model: Model, predict) -> None:
+    for rows in ([([5, 6, 7], predict)], [([5, 6], [1]), ([5, 6, 7], predict), ([9, 8, 7], range(1, 3))]):
+        with pytest.raises(ConfigError, match=rf"sequence {len(rows) // 2} of 3 tokens predicts those at .* ascending"):
+            score(model, [ScoreRow(*row) for row in rows])
+
+
 def test_the_last_position_can_be_used(model: Model) -> None:
     (row,) = token_logprobs(model, [([5], [6] * 255)])
     assert row.isfinite().all()

@@ -180,6 +180,15 @@ def test_a_demonstration_has_nothing_to_be_compared_with() -> None:
     assert (found.raw_logprobs, found.redrawn) == (None, None)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_token_with_nothing_before_it_is_refused(share: bool) -> None:
+    """It would be scored from the sequence before its own."""
+    others = [TrainSequence.supervised([9], [8, 4])] * 3
+    for item in (TrainSequence.supervised([], [5, 6]), TrainSequence([5, 6, 7], [-1], np.ones(1))):
+        with pytest.raises(ConfigError, match=r"sequence 3 of .*: a prompt has at least one token"):
+            make_step_batch([*others, item], max_batch_tokens=4, share=share)
+
+
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"max_batch_tokens is 4, and a sequence of 5 tokens.*at least 5"):
         make_step_batch([sample([1, 2], [3, 4, 5], 1.0)], max_batch_tokens=4)
