@@ -57,11 +57,11 @@ class TrainSequence:
         )
 
     @classmethod
-    def supervised(cls, prompt: ModelInput | list[int], target_ids: list[int]) -> TrainSequence:
+    def supervised(cls, prompt: ModelInput | Sequence[int], target_ids: Sequence[int]) -> TrainSequence:
         """A demonstration whose target tokens are to become likely; for the `sft` loss."""
         begin, count = as_model_input(prompt), len(target_ids)
         return cls(
-            token_ids=begin.token_ids + target_ids,
+            token_ids=[*begin.token_ids, *target_ids],
             predict=range(len(begin), len(begin) + count),
             advantages=np.ones(count, np.float32),
             model_input=None if begin.is_text else begin,
@@ -152,7 +152,11 @@ def make_step_batch(
     """
     sequences = [item if isinstance(item, TrainSequence) else TrainSequence.of_sample(item) for item in batch]
     counts = [len(item.predict) for item in sequences]
-    masks = [np.ones(n, bool) if item.mask is None else item.mask for item, n in zip(sequences, counts, strict=True)]
+    _check_lengths(sequences, counts, old_logprobs)
+    masks = [
+        np.ones(n, bool) if item.mask is None else np.asarray(item.mask, bool)
+        for item, n in zip(sequences, counts, strict=True)
+    ]
     kept = [int(mask.sum()) for mask in masks]
     if sum(kept) == 0:
         raise ConfigError(f"a batch of {len(sequences)} sequences has no token to train; skip the update instead")
@@ -191,6 +195,23 @@ def make_step_batch(
         total_sequences=sum(count > 0 for count in kept),
         shared=shared if share else None,
     )
+
+
+def _check_lengths(
+    sequences: Sequence[TrainSequence], counts: Sequence[int], old_logprobs: Sequence[np.ndarray] | None
+) -> None:
+    """Laid end to end, what is too long for one sequence would be the next one's."""
+    if old_logprobs is not None and len(old_logprobs) != len(sequences):
+        raise ConfigError(f"old_logprobs has {len(old_logprobs)} entries for {len(sequences)} sequences; give one each")
+    for index, (item, count) in enumerate(zip(sequences, counts, strict=True)):
+        old = None if old_logprobs is None else old_logprobs[index]
+        given = {"mask": item.mask, "rollout_logprobs": item.rollout_logprobs, "old_logprobs": old}
+        for name, values in {"advantages": item.advantages, **given}.items():
+            if values is not None and np.shape(values) != (count,):
+                raise ConfigError(
+                    f"sequence {index} predicts {count} tokens, so its {name} must be of shape [{count}], one each; "
+                    f"given is {list(np.shape(values))}"
+                )
 
 
 def _split(lengths: list[int], shared: list[int], counts: list[int], budget: int, multiple: int) -> list[MicroBatch]:

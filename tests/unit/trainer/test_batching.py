@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -32,8 +33,9 @@ def test_a_sample_becomes_a_sequence(advantage) -> None:
     assert item.sampling.temperature == 0.5
 
 
-def test_a_demonstration_is_trained_on_its_target_alone() -> None:
-    item = TrainSequence.supervised([5, 6, 7], [8, 9])
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_a_demonstration_is_trained_on_its_target_alone(kind) -> None:
+    item = TrainSequence.supervised(kind([5, 6, 7]), kind([8, 9]))
     assert item.token_ids == [5, 6, 7, 8, 9]
     assert list(item.predict) == [3, 4]
     assert item.advantages.tolist() == [1.0, 1.0]
@@ -187,6 +189,27 @@ def test_a_token_with_nothing_before_it_is_refused(share: bool) -> None:
     for item in (TrainSequence.supervised([], [5, 6]), TrainSequence([5, 6, 7], [-1], np.ones(1))):
         with pytest.raises(ConfigError, match=r"sequence 3 of .*: a prompt has at least one token"):
             make_step_batch([*others, item], max_batch_tokens=4, share=share)
+
+
+@pytest.mark.parametrize("name", ["advantages", "mask", "rollout_logprobs", "old_logprobs"])
+@pytest.mark.parametrize(("first", "second"), [([1], [0, 1]), ([1, 1], []), ([1, 1], [[1]]), ([1, 1], 1)])
+def test_what_goes_with_tokens_has_one_number_for_each(name: str, first: list[int], second: list[int]) -> None:
+    """Also where the numbers are as many as the tokens together: they would move to the neighbouring sequence."""
+    rows = [([5, 6, 7], [1, 2], first), ([8, 9, 3], [2], second)]
+    given = [{"advantages": np.ones(len(at)), name: np.array(values)} for _, at, values in rows]
+    old = [each.pop("old_logprobs") for each in given] if name == "old_logprobs" else None
+    batch = [TrainSequence(ids, at, **each) for (ids, at, _), each in zip(rows, given, strict=True)]
+    wrong, count, shape = (0, 2, [1]) if len(first) == 1 else (1, 1, list(np.shape(second)))
+    named = f"predicts {count} tokens, so its {name} must be of shape [{count}], one each; given is {shape}"
+    with pytest.raises(ConfigError, match=re.escape(f"sequence {wrong} {named}")):
+        make_step_batch(batch, max_batch_tokens=9, old_logprobs=old)
+
+
+def test_masks_may_be_lists_and_old_logprobs_are_as_many_as_sequences() -> None:
+    item = TrainSequence([5, 6, 7], [1, 2], np.ones(2), mask=[True, False])  # pyright: ignore[reportArgumentType]
+    assert make_step_batch([item], max_batch_tokens=9).mask.tolist() == [True, False]
+    with pytest.raises(ConfigError, match="old_logprobs has 2 entries for 1 sequences"):
+        make_step_batch([item], max_batch_tokens=9, old_logprobs=[np.ones(2)] * 2)
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
