@@ -46,6 +46,10 @@ class MoeTraining:
         """Start a new comparison of choices."""
         self.counts = ChoiceCounts()
 
+    def forget(self) -> None:
+        """Drop loads and penalties of forwards whose gradient was dropped."""
+        self._load, self._penalties = None, []
+
     def watch(self, routes: RoutingRecord, rows: Sequence[ScoreRow]) -> None:
         """Record a forward over these rows: choices compared and, under a gradient, loads and balance losses."""
         self.counts.add(routes, [row.routed_experts for row in rows], [row.selected for row in rows], _lengths(rows))
@@ -69,8 +73,9 @@ class MoeTraining:
         self.counts = ChoiceCounts.sum(self._stage.gather_objects(ChoiceCounts.sum(ranks.gather_objects(self.counts))))
 
     @torch.no_grad()
-    def update(self, ranks: Ranks) -> dict[str, float]:
-        """Move the biases after an optimizer step, and return metrics of the loads since the last one.
+    def update(self, ranks: Ranks, *, refused: bool = False) -> dict[str, float]:
+        """Move the biases after an optimizer step that was not `refused`, and return metrics of the loads since the
+        last one.
 
         `experts/load_max` is the largest ratio of an expert's load to its layer's mean, `experts/unused` the fraction
         of experts without a token. Collective along `ranks`, dp.
@@ -84,7 +89,7 @@ class MoeTraining:
         if not loads:
             return {}
         every, self._load = torch.cat(loads).float(), None
-        if self.config.expert_bias_rate and own is not None:
+        if self.config.expert_bias_rate and own is not None and not refused:
             load = own.to(self._gates[0].weight.device).float()
             mean = load.mean(-1, keepdim=True)
             for gate, step in zip(self._gates, (mean - load).sign() * self.config.expert_bias_rate, strict=True):

@@ -222,8 +222,9 @@ class Trainer(BesideEngines):
         self._has_gradient = True
 
     def drop_gradient(self) -> None:
-        """Drop the gradient accumulated since the last step."""
+        """Drop the gradient accumulated since the last step, and the loads of its experts."""
         self._masters.zero_grad()
+        self.moe.forget()
         self._has_gradient = False
 
     def optim_step(self) -> dict[str, float]:
@@ -247,12 +248,11 @@ class Trainer(BesideEngines):
         self._masters.zero_grad()
         self._has_gradient = False
         self.updates += 1
-        refused = float(not finite)
         return {
             "loss/grad_norm": norm,
             "trainer/lr": lr,
-            "trainer/refused": refused,
-            **self.moe.update(self._ranks),
+            "trainer/refused": float(not finite),
+            **self.moe.update(self._ranks, refused=not finite),
             **(self._optimizer.measured() if finite else {}),
             **_peak(self.model.context.device),
         }
@@ -317,7 +317,7 @@ class Trainer(BesideEngines):
 
     def _begin(self) -> None:
         if not self._has_gradient:
-            self._masters.zero_grad()  # others may have differentiated through the shared model
+            self.drop_gradient()  # others may have differentiated through the shared model
         self._has_gradient = False  # until the whole gradient is summed; an exception before leaves none
 
     def _collect(self, step: StepBatch, work: Callable[[MicroBatch], Callable[[], None]]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlloop.algorithms import loss_for
+from rlloop.algorithms import LossOutput, loss_for
 from rlloop.config.run import AlgorithmConfig
 from rlloop.config.trainer import TrainerConfig
 from rlloop.errors import ConfigError
@@ -93,6 +93,39 @@ def test_biases_follow_the_load_and_nothing_else_moves_them() -> None:
     still.forward_backward(batch(), SFT)
     still.optim_step()
     assert (still.model.get_parameter(BIAS) == 0).all()
+
+
+def interrupt() -> LossOutput:
+    raise KeyboardInterrupt
+
+
+def test_a_refused_step_moves_no_bias() -> None:
+    run = trainer(new_model(CONFIG, seed=0), expert_bias_rate=0.01)
+    run.forward_backward(batch(), lambda seen: LossOutput(seen.logprobs.sum() * torch.inf, {}))
+    metrics = run.optim_step()
+    assert metrics["trainer/refused"] == 1
+    assert metrics["experts/load_max"] > 1
+    assert (run.model.get_parameter(BIAS) == 0).all()
+    assert run.moe._load is None
+
+
+@pytest.mark.parametrize("dropped", ["drop_gradient", "raises"])
+def test_dropped_batches_move_no_bias(dropped: str) -> None:
+    clean, run = (trainer(new_model(CONFIG, seed=0), expert_bias_rate=0.01, balance_coef=0.5) for _ in range(2))
+    calls = iter(range(2))
+    first, *others = batch()
+    if dropped == "raises":
+        with pytest.raises(KeyboardInterrupt):
+            run.forward_backward(others, lambda seen: SFT(seen) if next(calls) == 0 else interrupt())
+    else:
+        run.forward_backward(others, SFT)
+        run.drop_gradient()
+    metrics = []
+    for each in (clean, run):
+        each.forward_backward([first], SFT)
+        metrics.append(each.optim_step())
+    assert metrics[0] == metrics[1]
+    assert torch.equal(*(each.model.get_parameter(BIAS) for each in (clean, run)))
 
 
 @pytest.mark.slow
