@@ -220,10 +220,8 @@ class MasterWeights:
         rows.copy_(values if shard.scale == 1.0 else values * shard.scale)
         self._rounded.add(shard.name)
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load the values of `state`, whole weights. Raises `ModelError` unless names and shapes are exactly the
-        model's. Collective."""
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raises `ModelError` unless names and shapes are exactly the model's."""
         shapes = self.parameters.shapes()
         missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
         if missing or (unknown and self.stage.whole):
@@ -233,6 +231,11 @@ class MasterWeights:
         for name, shape in shapes.items():
             if state[name].shape != shape:
                 raise ModelError(f"{name} has shape {list(state[name].shape)}; the model's is {list(shape)}")
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load the values of `state`, whole weights, which are checked before. Collective."""
+        self.check(state)
         for name, entry in self.parameters.entries.items():
             if (shard := self.shards.get(name)) is None:
                 entry.live.copy_(entry.part(state[name]))

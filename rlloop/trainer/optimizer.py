@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from rlloop.config.trainer import TrainerConfig
+from rlloop.errors import RunError
 from rlloop.models.safetensors_io import write_tensors
 from rlloop.models.stages import in_order
 from rlloop.trainer.master_weights import MasterWeights
@@ -19,6 +20,7 @@ from rlloop.trainer.offload import BlockStream, HostMemory
 from rlloop.trainer.shard import VECTOR, Shard
 
 FILE = "optimizer.safetensors"
+WEIGHTS_ALONE = "restore(optimizer=False) takes the weights alone"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -101,13 +103,7 @@ class ShardedAdamW:
             key, _, name = entry.partition(".")
             return self._masters.gather(name, self.moment(name, key)) if key in MOMENTS else self._steps[name]
 
-        own, stage = {}, self._masters.stage
-        for name, shard in self._masters.shards.items():
-            shape = self._masters.parameters.entries[name].shape
-            own |= {
-                f"step.{name}": (torch.float32, ()),
-                **{f"{key}.{name}": (shard.flat.dtype, shape) for key in MOMENTS},
-            }
+        own, stage = self._entries(), self._masters.stage
         entries = {name: entry for stage_own in stage.gather_objects(own) for name, entry in stage_own.items()}
         entries = {name: entries[name] for name in in_order(entries)}
         tensors = (tensor for _, tensor in stage.all(own, whole))
@@ -116,6 +112,31 @@ class ShardedAdamW:
         else:
             for _ in tensors:
                 pass
+
+    def _entries(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Types and whole shapes of this stage's part of the state, by name in the file."""
+        entries = {}
+        for name, shard in self._masters.shards.items():
+            shape = self._masters.parameters.entries[name].shape
+            entries |= {
+                f"step.{name}": (torch.float32, ()),
+                **{f"{key}.{name}": (shard.flat.dtype, shape) for key in MOMENTS},
+            }
+        return entries
+
+    def check(self, folder: Path) -> None:
+        """Raises `RunError` unless `restore` can read the file, which is whole and of these weights."""
+        try:
+            with safe_open(folder / FILE, framework="pt") as file:
+                found = {entry: tuple(file.get_slice(entry).get_shape()) for entry in self._entries()}
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{folder / FILE} cannot be restored: {error}; {WEIGHTS_ALONE}") from error
+        for entry, (_, shape) in self._entries().items():
+            if found[entry] != shape:
+                raise RunError(
+                    f"{folder / FILE} has {entry} of shape {list(found[entry])}; the model's is {list(shape)}; "
+                    f"{WEIGHTS_ALONE}"
+                )
 
     def restore(self, folder: Path) -> None:
         """Read this rank's rows of what `save` wrote."""

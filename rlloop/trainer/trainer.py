@@ -29,7 +29,7 @@ from rlloop.trainer.leaves import Leaf, all_leaves, forward, forwards, joined, r
 from rlloop.trainer.master_weights import MasterWeights, Rounding
 from rlloop.trainer.moe import MoeTraining
 from rlloop.trainer.neighbours import BesideEngines
-from rlloop.trainer.optimizer import ShardedAdamW
+from rlloop.trainer.optimizer import WEIGHTS_ALONE, ShardedAdamW
 from rlloop.trainer.pipeline import one_forward_one_backward
 from rlloop.trainer.schedule import learning_rate
 from rlloop.trainer.settings import apply_settings
@@ -283,20 +283,22 @@ class Trainer(BesideEngines):
         """Restore what `save` wrote under any layout, bit for bit; an engine that shares the parameters has the weights
         at once. Without `optimizer`, weights alone; the optimizer begins anew. Collective.
 
-        Raises `RunError` for another format, `ModelError` for another model's weights.
+        Raises `RunError` for another format or a damaged file, `ModelError` for another model's weights; nothing is
+        restored then.
         """
-        state = json.loads((folder / STATE).read_text()) if optimizer else {"format": FORMAT, "updates": 0}
-        if state["format"] != FORMAT:
-            raise RunError(f"{folder / STATE} has format {state['format']}; this version reads {FORMAT}")
+        updates = _updates(folder / STATE) if optimizer else 0
         adapter = self.model.adapter
         stored = read_state(folder) if adapter is None else adapter.state_of(read_adapter(self.model, folder))
+        self._masters.check(stored)
+        if optimizer:
+            self._optimizer.check(folder)
         self._masters.load(stored)
         if optimizer:
             self._optimizer.restore(folder)
         else:
             self._optimizer.reset()
         self.drop_gradient()
-        self.updates = state["updates"]
+        self.updates = updates
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything besides the weights that decides the bits of logprobs; equal to the engine's where they agree."""
@@ -371,6 +373,18 @@ class Trainer(BesideEngines):
         leaves = forwards(step.micro_batches, self._ranks, work, reference.without_tokens)
         self.reference.to(home)
         return leaves
+
+
+def _updates(path: Path) -> int:
+    """The number of updates in a checkpoint's state."""
+    try:
+        state = json.loads(path.read_text())
+        version, updates = state["format"], state["updates"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is no trainer's state: {error!r}; {WEIGHTS_ALONE}") from error
+    if version != FORMAT:
+        raise RunError(f"{path} has format {version}; this version reads {FORMAT}")
+    return updates
 
 
 def _peak(device: torch.device) -> dict[str, float]:

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlloop.algorithms import LossBatch, LossOutput, entropy_term, get_loss, whole_step
 from rlloop.config.trainer import Schedule, TrainerConfig
-from rlloop.errors import ConfigError, ModelError
+from rlloop.errors import ConfigError, ModelError, RunError
 from rlloop.metrics import Mean, merge
 from rlloop.models import load_model, new_model
 from rlloop.models.checkpoint_names import EMBEDDING, HEAD
@@ -320,6 +321,36 @@ def test_restoring_another_models_checkpoint_is_refused(folder: Path, tmp_path: 
     untied = Trainer(new_model({**trainer.model.config.raw, "tie_word_embeddings": False}, seed=0), TrainerConfig())
     with pytest.raises(ModelError, match=r"missing \['lm_head\.weight'\]"):
         untied.restore(tmp_path)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def of_another_model(path: Path) -> None:
+    save_file({"step.other": torch.zeros(())}, path)
+
+
+@pytest.mark.parametrize("name", ["trainer.json", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", [Path.unlink, cut, of_another_model])
+def test_a_damaged_checkpoint_is_refused_before_anything_is_restored(
+    folder: Path, tmp_path: Path, name, damage
+) -> None:
+    saved, other = make_trainer(folder), make_trainer(folder)
+    for trainer in (saved, other):
+        trainer.forward_backward(make_batch(), policy_gradient)
+        trainer.optim_step()
+    saved.forward_backward(make_batch(seed=1), policy_gradient)
+    saved.optim_step()
+    saved.save(tmp_path)
+    before = weights(other)
+    damage(tmp_path / name)
+    with pytest.raises(RunError, match=rf"{name}.*optimizer=False"):
+        other.restore(tmp_path)
+    assert same_bits(before, weights(other))
+    assert other.updates == 1
+    other.restore(tmp_path, optimizer=False)
+    assert same_bits(weights(saved), weights(other))
 
 
 def test_a_loss_that_raises_leaves_no_gradient(folder: Path) -> None:
