@@ -29,6 +29,7 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     model_input = as_model_input(prompt)
     if not len(model_input):
         raise ConfigError("a prompt is empty; it must have at least one token")
+    check_alternatives(top)
     check_rows(model, [ScoreRow(model_input.token_ids, range(1, len(model_input)), model_input=model_input)])
     ids = torch.tensor(model_input.token_ids, device=model.context.device)
     count = len(ids) - 1
@@ -46,6 +47,12 @@ def score_prompt(model: Model, prompt: ModelInput | Sequence[int], top: int = 0)
     at_once = max(1, LOGITS_AT_ONCE // (model.vocab_size * (1 + top)))
     chunks = (model.output.whole(model.logits(rows)) for rows in hidden.split(at_once))
     return PromptScores(logprobs, Alternatives.joined([likeliest(model, logits, top) for logits in chunks]))
+
+
+def check_alternatives(top: int) -> None:
+    """Raises `ConfigError` for a number of alternatives below 0."""
+    if top < 0:
+        raise ConfigError(f"top_logprobs is {top}; it must be 0, for none, or more")
 
 
 def likeliest(

@@ -43,7 +43,10 @@ class ScoreRow:
     @cached_property
     def tokens(self) -> np.ndarray:
         """`token_ids` in whatever type NumPy gives them."""
-        return np.asarray(self.token_ids)
+        try:
+            return np.asarray(self.token_ids)
+        except ValueError:  # lists among numbers, which `check_rows` refuses
+            return np.asarray(self.token_ids, object)
 
     @cached_property
     def picked(self) -> np.ndarray:
@@ -162,8 +165,10 @@ def token_logprobs(
         sampling = [None] * len(sequences)
     if isinstance(sampling, SamplingParams):
         raise ConfigError("sampling is one SamplingParams; give a list, one for each sequence, or None")
-    if odd := [pair for pair in sequences if not isinstance(pair, tuple | list) or len(pair) != 2]:
+    if odd := [pair for pair in sequences if not isinstance(pair, tuple | list) or len(pair) != 2 or pair[1] is None]:
         raise ConfigError(f"sequences holds {odd[0]!r:.80}; each must be a pair (prompt, completion_ids)")
+    if odd := [each for each in sampling if each is not None and not isinstance(each, SamplingParams)]:
+        raise ConfigError(f"sampling holds {odd[0]!r:.80}; each must be SamplingParams, or None")
     if len(sampling) != len(sequences):
         raise ConfigError(
             f"sampling has {len(sampling)} entries for {len(sequences)} sequences; give one each, or None"

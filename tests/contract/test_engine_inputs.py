@@ -68,3 +68,11 @@ def test_a_prompt_whose_positions_the_model_has_not_is_refused(model):
     far = ModelInput(IDS, positions=np.arange(45) + model.max_positions - 50)
     with pytest.raises(ConfigError, match=f"reaches position {model.max_positions + 6}; the model has"):
         Engine(model).generate([far], SAMPLING)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 7}])
+def test_a_prompt_of_all_the_models_positions_is_read(model, settings):
+    prompt, engine = [3 + index % 40 for index in range(model.max_positions)], Engine(model, **settings)
+    assert engine.prefill_logprobs([prompt])[0].tobytes() == engine.score(prompt).logprobs.tobytes()
+    with pytest.raises(ConfigError, match=f"of {len(prompt) + 1} tokens"):
+        engine.prefill_logprobs([[*prompt, 3]])

@@ -10,6 +10,8 @@ device, and the host reads results one step later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from rlloop.rollout.engine.request import Request
 from rlloop.rollout.engine.saved_states import SavedStates
 from rlloop.rollout.engine.scheduler import Scheduler
 from rlloop.rollout.engine.steps import Flight, Steps
-from rlloop.rollout.engine.validation import Limits
+from rlloop.rollout.engine.validation import Limits, check_request
 from rlloop.types import NOTHING, Alternatives, Completion, ModelInput, Part, PromptScores, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,15 +83,20 @@ class Engine(AdapterVerbs, Steps):
         adapter_rank: int = MAX_RANK,
         sleep: bool = False,
     ) -> None:
+        if isinstance(model, str | Path):
+            raise ConfigError(f"Engine's model is {str(model)!r}; it must be a Model, as load_model returns")
+        if not isinstance(seed, int | np.integer):
+            raise ConfigError(f"Engine's seed is {seed!r}; it must be a whole number")
         for name, value in (
             ("page_size", page_size),
             ("max_batch_tokens", max_batch_tokens),
             ("max_running", max_running),
             ("adapter_slots", adapter_slots),
             ("adapter_rank", adapter_rank),
+            *([] if max_cache_tokens is None else [("max_cache_tokens", max_cache_tokens)]),
         ):
-            if value < 1:
-                raise ConfigError(f"Engine's {name} is {value}; it must be at least 1")
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ConfigError(f"Engine's {name} is {value!r}; it must be a whole number, at least 1")
         self.model = model
         self.page_size = page_size
         self._max_batch_tokens = max_batch_tokens
@@ -174,8 +181,10 @@ class Engine(AdapterVerbs, Steps):
         """
         assert not self.has_work, "requests are in flight"
         params, requests = SamplingParams(max_tokens=1, seed=0), list[Request]()
+        limits = replace(self.limits, positions=self.limits.positions + 1)  # the token made is never read
         for prompt in prompts:
-            self._check(prompt, params)
+            check_request(prompt, params, limits)
+            self._check_images(prompt)
         for prompt in prompts:
             requests.append(Request.of(self._next_id, prompt, params, self.limits.eos_token_ids))
             requests[-1].scored, self._next_id = {}, self._next_id + 1

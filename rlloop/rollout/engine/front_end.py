@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlloop.errors import ConfigError
+from rlloop.models.prompt_scores import check_alternatives
 from rlloop.parallel.progress import tick
 from rlloop.rollout.engine.scheduler import EngineStats
 from rlloop.rollout.engine.validation import Limits, adapter_for_each, check_request, drawn_seed, one_for_each
@@ -78,6 +79,7 @@ class EngineFrontEnd(ABC):
 
     def _check(self, prompt: ModelInput | list[int], sampling: SamplingParams, top_logprobs: int = 0) -> None:
         """Raises `ConfigError` for a request that this engine cannot take."""
+        check_alternatives(top_logprobs)
         check_request(prompt, sampling, self.limits)
 
     @abstractmethod
@@ -110,6 +112,7 @@ class EngineFrontEnd(ABC):
         model's own, or the base). `on_progress(finished, tokens)` is called after each step with the numbers of
         finished completions and of generated tokens so far.
         """
+        prompts = list(prompts)
         if self.has_work:
             raise ConfigError("generate was called while requests are in flight; step() until has_work is False")
         each, names = one_for_each(prompts, sampling), adapter_for_each(prompts, adapters)

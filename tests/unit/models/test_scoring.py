@@ -121,6 +121,9 @@ def test_sequences_without_a_token_to_score(model: Model) -> None:
         (([5], [6] * 256), None, "sequence 1 has 257 tokens; the model has 256 positions"),
         (([5], [6]), [None], "sampling has 1 entries for 2 sequences"),
         (([5], [6]), SamplingParams(max_tokens=1), "give a list, one for each sequence"),
+        (([5], [6]), [None, {"temperature": 1}], r"sampling holds {'temperature': 1}; each must be SamplingParams"),
+        (([[5, 6]], [7]), None, r"sequence 1 is \[\[5, 6\], 7\]; it must be a list of token ids"),
+        (([5], None), None, r"sequences holds \(\[5\], None\); each must be a pair"),
         (5, None, r"sequences holds 5; each must be a pair \(prompt, completion_ids\)"),
         (([5], [6]), [None, SamplingParams(max_tokens=1, stop_token_ids=(300,))], "sequence 1 has token id 300"),
     ],
@@ -135,6 +138,11 @@ def test_only_tokens_that_have_one_before_them_are_predicted_in_order(model: Mod
     for rows in ([([5, 6, 7], predict)], [([5, 6], [1]), ([5, 6, 7], predict), ([9, 8, 7], range(1, 3))]):
         with pytest.raises(ConfigError, match=rf"sequence {len(rows) // 2} of 3 tokens predicts those at .* ascending"):
             score(model, [ScoreRow(*row) for row in rows])
+
+
+def test_a_number_of_alternatives_below_0_is_refused(model: Model) -> None:
+    with pytest.raises(ConfigError, match="top_logprobs is -1; it must be 0"):
+        score_prompt(model, [5, 6, 7], -1)
 
 
 def test_the_last_position_can_be_used(model: Model) -> None:

@@ -270,6 +270,10 @@ def test_sampling_parameters_of_other_types_are_refused(given, allowed):
         ({"page_size": 0}, "page_size is 0"),
         ({"max_batch_tokens": 0}, "max_batch_tokens is 0"),
         ({"max_running": 0}, "max_running is 0"),
+        ({"page_size": 1.5}, "page_size is 1.5; it must be a whole number"),
+        ({"page_size": "16"}, "page_size is '16'; it must be a whole number"),
+        ({"max_cache_tokens": 64.0}, "max_cache_tokens is 64.0; it must be a whole number"),
+        ({"seed": None}, "seed is None; it must be a whole number"),
         ({"max_cache_tokens": 8}, "max_cache_tokens is 8; it must be at least one page"),
         ({"max_cache_tokens": 2**50}, "does not fit in memory: .*; lower max_cache_tokens"),
     ],
@@ -277,6 +281,26 @@ def test_sampling_parameters_of_other_types_are_refused(given, allowed):
 def test_settings_that_cannot_work_are_refused(model, settings, message):
     with pytest.raises(ConfigError, match=message):
         Engine(model, **settings)
+
+
+def test_a_folder_is_no_model():
+    with pytest.raises(ConfigError, match="model is 'folder'; it must be a Model, as load_model returns"):
+        Engine("folder")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_number_of_alternatives_below_0_is_refused(model):
+    engine = Engine(model)
+    with pytest.raises(ConfigError, match="top_logprobs is -2; it must be 0"):
+        engine.add_request([3], longest(), top_logprobs=-2)
+    assert not engine.has_work
+
+
+def test_prompts_may_come_from_a_generator(model):
+    engine = Engine(model)
+    made = engine.generate((prompt for prompt in ([3], [4])), longest(max_tokens=2, seed=0))  # pyright: ignore
+    assert [each.token_ids for each in made] == [
+        each.token_ids for each in engine.generate([[3], [4]], longest(max_tokens=2, seed=0))
+    ]
 
 
 def test_generate_refuses_to_mix_with_requests_in_flight_and_lists_of_other_lengths(model):
