@@ -389,8 +389,9 @@ def check_rows(model: Model, rows: Sequence[ScoreRow]) -> None:
 
 def check_predicted(index: int, row: ScoreRow) -> None:
     """Raises `ConfigError` unless `predict` names tokens of the row, in order, that have one before them."""
-    at = row.picked
-    if len(at) and (at[0] < 1 or at[-1] >= len(row.token_ids) or (at[1:] <= at[:-1]).any()):
+    at = row.predict if isinstance(row.predict, range) else row.picked  # a range, the usual case, is no array
+    ascending = at.step > 0 if isinstance(at, range) else (at[1:] > at[:-1]).all()
+    if len(at) and not (ascending and at[0] >= 1 and at[-1] < len(row.token_ids)):
         raise ConfigError(
             f"sequence {index} of {len(row.token_ids)} tokens predicts those at {row.predict!r:.60}; they must be "
             "ascending indices from 1 on, since each is predicted from those before it: a prompt has at least one token"
