@@ -42,13 +42,8 @@ class _Arrival:
 
 class Trained:
     def __init__(
-        self,
-        core: Core,
-        client: str,
-        folder: Path,
-        context: Context,
-        sampler_made: Callable[[str, str | None], None],
-    ) -> None:
+        self, core: Core, client: str, folder: Path, context: Context, sampler_made: Callable[[str, str | None], None],
+    ) -> None:  # fmt: skip
         """Opens the log in `folder`, or begins one. `sampler_made` is called with the id of a sampling session when the
         service has its weights, or with the reason why it never will. Raises `RunError` for a damaged log."""
         self.core, self.client, self.model_id, self.context = core, client, context.model_id, context
@@ -162,10 +157,14 @@ class Trained:
 
     def _restore(self, state: State) -> None:
         service = self.core.service
-        future = service.create_model_from(
-            state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity, owner=self.client
-        )
-        future.add_done_callback(lambda done: self._created(done.exception()))
+        try:
+            future = service.create_model_from(
+                state.path, optimizer=True, model_id=self.model_id, parity=self.context.parity, owner=self.client
+            )
+        except ConfigError as error:  # at once, by a service of this process
+            self._made_again(error)
+            return
+        future.add_done_callback(lambda done: self._made_again(done.exception()))
         self._restored = set(state.samplers)
         for sampler in state.samplers:
             again = service.create_sampler(state.path, sampler=sampler)
@@ -177,10 +176,14 @@ class Trained:
         assert self.core.loop is not None
         self.core.loop.call_soon_threadsafe(call, *arguments)
 
-    def _created(self, error: BaseException | None) -> None:
+    def _made_again(self, error: BaseException | None) -> None:
         if error is not None:
-            self.failed = str(error)
-            log.error("model %s cannot be used: %s", self.model_id, error)
+            self._refuse(f"the state of its log cannot be loaded: {error}")
+
+    def _refuse(self, reason: str) -> None:
+        """Fail all that follows."""
+        self.failed = reason
+        log.error("model %s cannot be used: %s", self.model_id, reason)
 
     # ------------------------------------------------------------------------------------------------ execution
 
@@ -207,7 +210,9 @@ class Trained:
                 call = self._begin(command, known)
             else:
                 call = await loop.run_in_executor(self.core.threads, self._begin, command, known)
-            self._account(command)
+            if not isinstance(call, Outcome):
+                with suppress(ConfigError):  # the model is gone
+                    self._account(command)
             if (digest := self._digests.pop(command.seq_id, None)) is not None:
                 await self._compare(command.seq_id, digest)
             if isinstance(call, Outcome):
@@ -322,7 +327,7 @@ class Trained:
         with suppress(RlloopError):  # the model is gone
             now = await asyncio.wrap_future(self.core.service.weights_digest(self.model_id, adapters_only=True))
             if now and now != before:
-                self._created(RlloopError(f"update {seq_id} of its log gave other weights before the restart"))
+                self._refuse(f"update {seq_id} of its log gave other weights before the restart")
 
     def _record_digest(self, seq_id: int) -> None:
         """Have the log say which weights an update leaves."""
@@ -335,14 +340,9 @@ class Trained:
             self.core.service.weights_digest(self.model_id, adapters_only=True).add_done_callback(note)
 
     async def _write_state(
-        self,
-        first: int,
-        saving: Saving[SaveWeightsResponse],
-        samplers: list[str],
-        update: int | None,
-        loaded: asyncio.Future[Result] | None,
-        before: asyncio.Task[None] | None,
-    ) -> None:
+        self, first: int, saving: Saving[SaveWeightsResponse], samplers: list[str], update: int | None,
+        loaded: asyncio.Future[Result] | None, before: asyncio.Task[None] | None,
+    ) -> None:  # fmt: skip
         """Begin a new segment of the log at command `first`, with the weights that `saving` saves as its state.
 
         `update`: number of the last optim_step; one that failed may have left a gradient, which no state has. `loaded`:

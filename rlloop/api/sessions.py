@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rlloop.api import requests
-from rlloop.api.calls import OBSERVE, Context, service_path, session_of
+from rlloop.api.calls import HIDDEN, OBSERVE, Context, service_path, session_of
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.keys import Client
 from rlloop.api.log import write_bytes
@@ -307,14 +307,15 @@ class Sessions:
         if token is not None:
             other = self.core.keys.client_of({"x-api-key": token})
             client = client if other is None else other.name
-        model_id = path.removeprefix("tinker://").partition("/")[0]
-        if not path.startswith("tinker://") or self.owner_of(model_id) != client:
+        model_id, in_service = path.removeprefix("tinker://").partition("/")[0], service_path(path)
+        hidden = in_service.rpartition("/")[2].startswith(HIDDEN)  # without it the log cannot be resumed
+        if not path.startswith("tinker://") or self.owner_of(model_id) != client or hidden:
             raise ConfigError(
                 f"there is no checkpoint {path!r} of this key; a path is tinker://MODEL_ID/weights/NAME, "
                 "tinker://MODEL_ID/sampler_weights/NAME or tinker://MODEL_ID/external_weights/NAME"
             )
-        self.core.service.checkpoint_folder(service_path(path))  # raises for one that is gone
-        return service_path(path)
+        self.core.service.checkpoint_folder(in_service)  # raises for one that is gone
+        return in_service
 
     def restore(self) -> int:
         """Sessions that the last server left; returns the number of requests that are executed or known again."""

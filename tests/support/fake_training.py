@@ -37,6 +37,7 @@ class FakeTraining:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.models: set[str] = set()  # asked for, made or not
         self.weights: dict[str, str] = {}
         self.gradients: dict[str, list[object]] = {}
         self.samplers: dict[str, str] = {}
@@ -61,6 +62,7 @@ class FakeTraining:
     def create_model(self, *, lora, model_id, parity, user_metadata=None, owner=None):
         if lora is not None and lora.rank > 64:
             raise ConfigError(f"rank is {lora.rank}; at most 64")
+        self.models.add(model_id)
 
         def work():
             self.weights[model_id], self.gradients[model_id] = mixed("new", lora), []
@@ -69,6 +71,8 @@ class FakeTraining:
         return self._do(work, "create", model_id)
 
     def create_model_from(self, path, *, optimizer, model_id, parity, user_metadata=None, owner=None):
+        self.models.add(model_id)
+
         def work():
             self.weights[model_id], self.gradients[model_id] = self._read(path), []
             return self.info(model_id)
@@ -76,7 +80,12 @@ class FakeTraining:
         return self._do(work, "create_from", path)
 
     def drop_model(self, model_id):
+        self.models.discard(model_id)
         return self._do(lambda: self.weights.pop(model_id, None), "drop", model_id)
+
+    def _check(self, model_id):
+        if model_id not in self.models:
+            raise ConfigError(f"there is no model {model_id}")
 
     def info(self, model_id):
         if model_id not in self.weights:
@@ -121,7 +130,11 @@ class FakeTraining:
         return self._do(work, "optim_step", model_id)
 
     def weights_digest(self, model_id, *, adapters_only=False):
-        return self._do(lambda: bytes.fromhex(self.weights[model_id]), "digest", model_id)
+        def work():
+            self.info(model_id)  # raises for one that could not be made
+            return bytes.fromhex(self.weights[model_id])
+
+        return self._do(work, "digest", model_id)
 
     def create_custom_loss(self, name, inputs, graph):
         if any(node.target.startswith("os.") for node in graph.nodes):
@@ -152,11 +165,14 @@ class FakeTraining:
         return path
 
     def save_weights(self, model_id, name, *, overwrite=False, ttl_seconds=None, user_metadata=None):
+        self._check(model_id)
         return self._do(
             lambda: SaveWeightsResponse(self._save(model_id, "weights", name, overwrite, ttl_seconds)), "save", name
         )
 
     def load_weights(self, model_id, path, *, optimizer):
+        self._check(model_id)
+
         def work():
             self.checkpoint_folder(path)
             self.weights[model_id], self.gradients[model_id] = self._read(path), []

@@ -11,13 +11,16 @@ import httpx
 import pytest
 import zstandard
 
+from rlloop.api.calls import HIDDEN
 from rlloop.api.keys import Client, Keys, Quota
 from rlloop.api.log import Command, CommandLog, Committer, Weights, read_segment
+from rlloop.api.models import SMALL
 from rlloop.api.sampling import Samples
 from rlloop.errors import ConfigError
 from rlloop.web.server import Listen
 from tests.support.api_client import PROTOBUF, Api, datums, output, sampled
 from tests.support.api_serving import serving
+from tests.support.fake_training import FakeTraining
 from tests.support.waiting import until
 
 KEYS = Keys({"tml-alice-0123456789": Client("alice"), "tml-bob-01234567890": Client("bob", operator=True)})
@@ -338,6 +341,21 @@ def test_a_model_that_could_not_be_made_fails_what_follows(api):
     assert "cannot be used" in api.optim_step()["error"]
 
 
+def test_commands_that_came_before_a_model_was_refused_fail(served, api, monkeypatch):
+    api.start()
+    path = api.command("save_weights", path="a")["path"]
+    come, create = threading.Event(), served[1].create_model
+    monkeypatch.setattr(served[1], "create_model", lambda **asked: (come.wait(60), create(**asked))[1])
+    large = {"note": " " * SMALL}  # which is read in a thread, so that others can come
+    made = api.ok("create_model", session_id=api.session, model_seq_id=1, base_model="fake", lora_config={"rank": 999},
+                  user_metadata=large)  # fmt: skip
+    api.model_id, api.seq_id = f"{api.session}:train:1", 0
+    sent = [api.command_("load_weights", path=path, optimizer=True), api.command_("save_weights", path="b")]
+    come.set()
+    assert "at most 64" in api.result(made["request_id"])["error"]
+    assert all("error" in api.result(each, 20) for each in sent)
+
+
 # ------------------------------------------------------------------------------------------------ keys and limits
 
 
@@ -524,6 +542,50 @@ def test_loads_at_once_each_have_a_state_and_a_deleted_checkpoint_is_not_needed(
         again.session, again.model_id, again.seq_id = api.session, api.model_id, api.seq_id
         again.forward_backward([[1, 2, 3]])
         assert fake.weights == weights
+
+
+def test_a_log_s_state_is_no_checkpoint_of_the_client(served, api):
+    api.start()
+    path = api.command("save_weights", path="a")["path"]
+    api.command("load_weights", path=path, optimizer=True)
+    (state,) = [each for each in served[1].checkpoints(api.model_id) if HIDDEN in each.tinker_path]
+    route, hidden = f"training_runs/{api.model_id}/checkpoints/{state.checkpoint_id}", state.tinker_path
+    assert api.http.delete(route).status_code == 404
+    assert api.http.put(f"{route}/ttl", json={"ttl_seconds": 1}).status_code == 404
+    assert api.http.get(f"{route}/external_weights_urls").status_code == 404
+    assert api.http.post(f"{route}/publish").status_code == 403  # as of any other
+    new = {"session_id": api.session, "sampling_session_seq_id": 0, "model_path": hidden}
+    copy = {"session_id": api.session, "model_seq_id": 0, "source_path": hidden}
+    asked = {"weights_info": {"tinker_path": hidden}, "create_sampling_session": new, "copy_weights": copy}
+    for kind, body in asked.items():
+        answer = api.post(kind, **body)
+        assert (answer.status_code, "there is no checkpoint" in answer.json()["error"]) == (422, True)
+    assert "there is no checkpoint" in api.command("load_weights", path=hidden, optimizer=True)["error"]
+    assert "reserved" in api.command("save_weights", path=HIDDEN + "000009")["error"]
+    assert served[1].checkpoint_folder(hidden).is_dir()
+
+
+@pytest.mark.parametrize("at_once", [True, False])  # as of a service in this process, and in another
+def test_a_model_whose_state_is_gone_fails_and_others_go_on(tmp_path, monkeypatch, at_once):
+    with serving(tmp_path) as (server, fake):
+        api, other = Api(server.url).start(), Api(server.url, "tml-other").start()
+        path = api.command("save_weights", path="a")["path"]
+        api.command("load_weights", path=path, optimizer=True)
+        sampler = api.sampler(0)
+        trained(api, 1)
+        (state,) = [each.tinker_path for each in fake.checkpoints(api.model_id) if HIDDEN in each.tinker_path]
+        fake.delete_checkpoint(state)
+    if at_once:
+        monkeypatch.setattr(FakeTraining, "create_model_from", lambda self, path, **_: self.checkpoint_folder(path))
+    with serving(tmp_path) as (server, fake):
+        for old in (api, other):
+            again = Api(server.url, old.http.headers["X-API-Key"])
+            again.session, again.model_id, again.seq_id = old.session, old.model_id, old.seq_id
+            error = again.optim_step().get("error", "")
+            assert ("cannot be used: the state of its log cannot be loaded" in error) == (old is api), error
+            if old is api:
+                sample = again.sample_(sampler, 0, [1, 2])["request_id"]
+                assert "error" in again.result(sample)
 
 
 def test_a_gradient_that_a_failure_left_is_not_lost_by_a_state(tmp_path):
