@@ -184,6 +184,7 @@ def _save_for_sampler(service: TrainingService, context: Context, command: Comma
         context.model_id,
         name,
         sampler=sampler,
+        freeze=name is None,  # sampling sessions load a path from disk
         overwrite=_kept(replayed),
         ttl_seconds=requests.checked_ttl(body.ttl_seconds) if name is not None else None,
         user_metadata=body.user_metadata if name is not None else None,
@@ -202,6 +203,7 @@ def _save_external(service: TrainingService, context: Context, command: Command,
     saved = service.save_weights_for_sampler(
         context.model_id,
         EXTERNAL + _name(body.path),
+        freeze=False,
         overwrite=_kept(replayed),
         ttl_seconds=requests.checked_ttl(body.ttl_seconds),
     )

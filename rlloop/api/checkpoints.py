@@ -80,7 +80,9 @@ class Checkpoints:
         return JSONResponse({"checkpoints": [described(each) for each in page], "cursor": cursor})
 
     async def _delete(self, request: Request, client: Client, body: bytes) -> Response:
-        self.core.service.delete_checkpoint(self._path(request, client))
+        path = self._path(request, client)
+        self.core.service.delete_checkpoint(path)
+        self.sessions.checkpoint_gone(path)
         return Response(status_code=204)
 
     async def _set_ttl(self, request: Request, client: Client, body: bytes) -> Response:

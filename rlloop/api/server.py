@@ -144,7 +144,9 @@ class ApiServer:
             try:
                 self.core.futures.sweep()
                 self.sessions.sweep()
-                await asyncio.get_running_loop().run_in_executor(self.core.threads, self.core.service.delete_expired)
+                loop, delete_expired = asyncio.get_running_loop(), self.core.service.delete_expired
+                for path in await loop.run_in_executor(self.core.threads, delete_expired):
+                    self.sessions.checkpoint_gone(path)
             except Exception as error:  # of a full disk, for example: the next round tries again
                 log.error("what is over cannot be cleared away: %s", error, exc_info=not isinstance(error, OSError))
 

@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,9 @@ class Session:
             return
 
         def loaded(error: BaseException | None) -> None:
+            if session.error is not None:  # it was given up meanwhile
+                self._drop_sampler(session)
+                return
             session.error = None if error is None else str(error)
             session.ready.set()
 
@@ -156,8 +160,23 @@ class Session:
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(loaded, done.exception()))
 
+    def checkpoint_gone(self, path: str) -> None:
+        """Drop the weights of a checkpoint, whose path in the service this was."""
+        for session in self.sampling.values():
+            if session.target.path is not None and service_path(session.target.path) == path and session.error is None:
+                session.error = f"the checkpoint {session.target.path} was deleted, or is expired; sample from another"
+                session.ready.set()
+                self._drop_sampler(session)
+
+    def _drop_sampler(self, session: SamplingSession) -> None:
+        with suppress(ConfigError):  # it was never made, or is gone
+            self.core.service.drop_sampler(session.id)
+
     def _sampler_made(self, sampling_id: str, error: str | None) -> None:
         session = self.sampling.get(int(sampling_id.rpartition(":")[2]))
+        if session is not None and self.card.ended is not None:  # too late
+            self._drop_sampler(session)
+            return
         if session is not None:
             session.error = error
             if session.target.inflight and session.target.model_id is not None and error is None:
@@ -226,10 +245,7 @@ class Session:
         self.samples.log.close()
         for session in self.sampling.values():
             if self.sampler_of(session) is not None:
-                try:
-                    self.core.service.drop_sampler(session.id)
-                except ConfigError:
-                    continue  # it was never made, or is gone
+                self._drop_sampler(session)
 
 
 class Sessions:
@@ -333,6 +349,11 @@ class Sessions:
         session.end(reason)
         self.ended[session.id] = session.card
         del self._sessions[session.id]
+
+    def checkpoint_gone(self, path: str) -> None:
+        """A checkpoint was deleted: its weights go, too. `path`: in the service."""
+        for session in self:
+            session.checkpoint_gone(path)
 
     def sweep(self) -> None:
         """End sessions without a heartbeat, and delete checkpoints whose time is over."""

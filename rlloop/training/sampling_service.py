@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +23,7 @@ from rlloop.training.models import Models
 from rlloop.training.provenance import SampledRecord, SampledSequences
 from rlloop.training.samplers import Samplers
 from rlloop.training.sampling import BASE, PromptAsk, Sampler
-from rlloop.training.types import Checkpoint, LoraConfig, SampleResponse, SamplingParams
+from rlloop.training.types import Checkpoint, CheckpointType, LoraConfig, SampleResponse, SamplingParams
 from rlloop.types import ModelInput, as_model_input
 
 
@@ -91,7 +92,8 @@ class SamplingService:
     # ------------------------------------------------------------------------------------------------ samplers
 
     def create_sampler(self, path: str | None = None, *, sampler: str | None = None) -> Future[str]:
-        """Create a sampler of a checkpoint of either kind, or without a path of the base; returns its id."""
+        """Create a sampler of a checkpoint of either kind, or without a path of the base; returns its id, `sampler` or
+        the path. It is in memory until `drop_sampler`; under the path's id, also until the checkpoint is deleted."""
         if path is None:
             done: Future[str] = Future()
             done.set_result(self._samplers.add(Sampler(sampler or "base", BASE, keeps=True)))
@@ -181,25 +183,37 @@ class SamplingService:
         """Copy a checkpoint to a model's, under its own name; returns the copy's path. The model need not be there."""
         checkpoint, folder = self._store.get(path)
         name = checkpoint.checkpoint_id.partition("/")[2]
-        copy = self._store.path(checked_name("model_id", model_id), checkpoint.checkpoint_type, name)
+        copy = self._new_path(checked_name("model_id", model_id), checkpoint.checkpoint_type, name)
         self._write(copy, checkpoint.lora, partial(_copy, folder), overwrite, ttl_seconds, checkpoint.user_metadata)
         return copy
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. Raises `ConfigError` for an unknown path."""
+        """Delete a checkpoint, and drop the sampler whose id is its path. Raises `ConfigError` for an unknown path."""
         self._store.delete(path)
+        self._drop_named(path)
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: float | None) -> None:
         """Set a checkpoint's lifetime; None: unlimited."""
         self._store.set_ttl(path, ttl_seconds)
 
     def delete_expired(self) -> list[str]:
-        """Delete expired checkpoints; returns their paths."""
+        """Delete expired checkpoints, as `delete_checkpoint` does; returns their paths."""
         now = time.time()
         expired = [each.tinker_path for each in self._store.list() if (each.expires_at or now) < now]
         for path in expired:
             self._store.delete(path, missing_ok=True)  # by somebody else meanwhile
+            self._drop_named(path)
         return expired
+
+    def _drop_named(self, path: str) -> None:
+        with suppress(ConfigError):  # there is none
+            self.drop_sampler(path)
+
+    def _new_path(self, model_id: str, kind: CheckpointType, name: str) -> str:
+        """The path to save a checkpoint under. Raises `ConfigError` for a name that none can have."""
+        if checked_name("name", name).endswith(".json"):  # x.json holds the facts of x
+            raise ConfigError(f"name is {name!r}; it must not end in .json, as the file beside each checkpoint does")
+        return self._store.path(model_id, kind, name)
 
     def _write(
         self, path: str, lora: LoraConfig | None, write: Callable[[Path], None], overwrite: Overwrite,

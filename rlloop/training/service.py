@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.training.calls import LossCall, Objective
-from rlloop.training.checkpoints import Overwrite, check_holds, check_same, checked_name
+from rlloop.training.checkpoints import Overwrite, check_holds, check_same
 from rlloop.training.custom_loss import CustomLoss
 from rlloop.training.lanes import Action, ModelLane
 from rlloop.training.sampling import Sampler
@@ -202,7 +202,7 @@ class TrainingService(SamplingService):
         lane = self._models.get(model_id)
 
         def make() -> Action:
-            path = self._store.path(model_id, "training", checked_name("name", name))
+            path = self._new_path(model_id, "training", name)
 
             def save() -> SaveWeightsResponse:
                 model = _made(lane)
@@ -242,6 +242,7 @@ class TrainingService(SamplingService):
         name: str | None = None,
         *,
         sampler: str | None = None,
+        freeze: bool = True,
         overwrite: Overwrite = False,
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] | None = None,
@@ -249,22 +250,26 @@ class TrainingService(SamplingService):
     ) -> Future[SaveWeightsForSamplerResponse]:
         """Freeze the current weights for sampling; with a `name`, also as a checkpoint on disk.
 
-        `sampler`: the id to sample by; None: made from model and version.
+        `sampler`: the id to sample by; None: the checkpoint's path, or made from model and version. That of a path is
+        in memory until `drop_sampler`, or until the checkpoint is deleted or expires. `freeze=False`: only on disk,
+        from where `create_sampler` loads it.
         """
         lane = self._models.get(model_id)
 
         def make() -> Action:
-            path = None if name is None else self._store.path(model_id, "sampler", checked_name("name", name))
+            if name is None and not freeze:
+                raise ConfigError("save_weights_for_sampler with freeze=False needs a name; it saves a checkpoint only")
+            path = None if name is None else self._new_path(model_id, "sampler", name)
 
             def save() -> SaveWeightsForSamplerResponse:
                 model = _made(lane)
                 if path is not None:
                     write = model.trainer.save_weights
                     self._write(path, model.info.lora, write, overwrite, ttl_seconds, user_metadata)
-                weights = model.freeze()
                 version = f"{model.counts.updates}.{model.loads}" if model.loads else f"{model.counts.updates}"
                 id = sampler or path or f"{model_id}/version-{version}"
-                self._samplers.add(Sampler(id, weights, model_id, keeps=path is not None))
+                if freeze:
+                    self._samplers.add(Sampler(id, model.freeze(), model_id, keeps=path is not None))
                 return SaveWeightsForSamplerResponse(id, path)
 
             return Action(save)

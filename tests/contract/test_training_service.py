@@ -403,6 +403,32 @@ def test_checkpoints_are_listed_copied_and_deleted(service):
         service.checkpoint_folder("tinker://../weights/x")
 
 
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_the_sampler_of_a_checkpoint_s_path_goes_with_the_checkpoint(base, lora):
+    with TrainingService(base) as service:
+        id, params = new(service, lora), SamplingParams(max_tokens=2, seed=0)
+
+        def draw(sampler):
+            return service.sample(PROMPT, 1, params, sampler=sampler).result(WAIT).sequences[0].tokens
+
+        made = [service.save_weights_for_sampler(id, name).result(WAIT) for name in ("a", "b")]
+        assert [each.sampler for each in made] == [each.path for each in made]
+        tokens = draw(made[0].sampler)
+        own = service.create_sampler(made[0].path, sampler="own").result(WAIT)
+        only = service.save_weights_for_sampler(id, "c", freeze=False).result(WAIT)
+        assert service.status()["samplers"] == 3  # a checkpoint alone holds no memory
+        service.delete_checkpoint(made[0].path)
+        service.set_checkpoint_ttl(made[1].path, -1)
+        assert service.delete_expired() == [made[1].path]
+        assert service.status()["samplers"] == 1
+        for each in (*made, only):
+            with pytest.raises(ConfigError, match="there is no sampler"):
+                draw(each.sampler)
+        assert draw(own) == draw(service.create_sampler(only.path).result(WAIT)) == tokens
+        with pytest.raises(ConfigError, match="freeze=False needs a name"):
+            service.save_weights_for_sampler(id, freeze=False).result(WAIT)
+
+
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 
@@ -478,6 +504,9 @@ def test_other_mistakes_are_named(service):
     path = service.save_weights(other, "small").result(WAIT).path
     with pytest.raises(ConfigError, match=r"an adapter of rank 2, .* and model .* of an adapter of rank 4"):
         service.load_weights(id, path, optimizer=True).result(WAIT)
+    for save in (service.save_weights, service.save_weights_for_sampler):  # x.json has the facts of x
+        with pytest.raises(ConfigError, match=r"name is 'small.json'; it must not end in .json"):
+            save(other, "small.json").result(WAIT)
     numbered = new(service)
     service.forward(numbered, supervised(0, 1), seq_id=1)
     with pytest.raises(ConfigError, match="had a call of seq_id 1 already; the next is 2"):

@@ -181,13 +181,14 @@ class FakeTraining:
         return self._do(work, "load", path)
 
     def save_weights_for_sampler(
-        self, model_id, name=None, *, sampler=None, overwrite=False, ttl_seconds=None, user_metadata=None
+        self, model_id, name=None, *, sampler=None, freeze=True, overwrite=False, ttl_seconds=None, user_metadata=None
     ):
         def work():
-            if sampler is not None:
-                self.samplers[sampler] = self.weights[model_id]
             path = None if name is None else self._save(model_id, "sampler_weights", name, overwrite, ttl_seconds)
-            return SaveWeightsForSamplerResponse(sampler or "x", path)
+            id = sampler or path or "x"
+            if freeze:
+                self.samplers[id] = self.weights[model_id]
+            return SaveWeightsForSamplerResponse(id, path)
 
         return self._do(work, "sampler", model_id)
 
@@ -228,7 +229,11 @@ class FakeTraining:
             (self._file(path) / "weights").write_text(json.dumps(facts))
 
     def delete_expired(self):
-        return []
+        now = time.time()
+        expired = [each.tinker_path for each in self.checkpoints() if (each.expires_at or now) < now]
+        for path in expired:
+            self.delete_checkpoint(path)
+        return expired
 
     # sampling
 

@@ -235,6 +235,39 @@ def test_samples_of_frozen_weights_a_checkpoint_and_the_base(api):
     assert joined == [1, 2]
 
 
+def test_weights_of_a_checkpoint_are_in_memory_only_while_a_sampling_session_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlloop.api.server.SWEEP_SECONDS", 0.1)
+    with serving(tmp_path) as (server, fake):
+        api = Api(server.url).start()
+        paths = [api.command("save_weights_for_sampler", path=f"step-{step}")["path"] for step in range(3)]
+        api.command("save_weights_external", path="whole")
+        assert fake.samplers == {}
+        new = {"session_id": api.session}
+        ids = [
+            api.ok("create_sampling_session", **new, sampling_session_seq_id=number, model_path=path)[
+                "sampling_session_id"
+            ]
+            for number, path in enumerate(paths)
+        ]
+        assert all(len(api.sample(each, 0, [1])) == 1 for each in ids)
+        assert set(fake.samplers) == set(ids)
+        routes = [f"training_runs/{api.model_id}/checkpoints/sampler_weights/step-{step}" for step in range(3)]
+        assert api.http.delete(routes[0]).status_code == 204
+        assert set(fake.samplers) == set(ids[1:])
+        api.http.put(f"{routes[1]}/ttl", json={"ttl_seconds": 1})
+        until(lambda: set(fake.samplers) == {ids[2]})
+        for each in ids[:2]:
+            assert "was deleted" in api.result(api.sample_(each, 1, [1])["request_id"])["error"]
+        assert len(api.sample(ids[2], 1, [1])) == 1
+        fake.gate.clear()  # one that is loaded when its session ends is not kept either
+        api.ok("create_sampling_session", **new, sampling_session_seq_id=3, model_path=paths[2])
+        assert api.post(f"sessions/{api.session}/finish", reason={"type": "success"}, detail=None).status_code == 204
+        fake.gate.set()
+        done = fake.create_sampler(paths[2], sampler="last")
+        done.result(60)
+        until(lambda: set(fake.samplers) == {"last"})
+
+
 def test_one_poll_tells_of_all_samples_of_a_session(api):
     api.start()
     sampler = api.sampler(0)
