@@ -130,8 +130,9 @@ class ModelInput:
                     f"ModelInput.positions is {positions.dtype} {list(positions.shape)}; "
                     f"it must be whole numbers, [{count}] or [axes, {count}]: one for each token"
                 )
-            if positions.size and positions.min() < 0:
-                raise ConfigError(f"ModelInput.positions has {positions.min()}; positions begin at 0")
+            ends = [int(positions.min()), int(positions.max())] if positions.size else []
+            if odd := [each for each in ends if not 0 <= each < 1 << 63]:
+                raise ConfigError(f"ModelInput.positions has {odd[0]}; positions begin at 0, and have 64 bits")
             object.__setattr__(self, "positions", positions.astype(np.int64, copy=False))
         ends = [0, *(end for span in self.contents for end in (span.start, span.end)), count]
         if ends != sorted(ends):

@@ -7,6 +7,7 @@ no other conversation, and a failing one breaks only its own.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import itertools
 import logging
@@ -93,6 +94,11 @@ def opening_of(factory: Any) -> Callable[[Example], Opening] | None:
     """The factory's `opening`, bound to its arguments; None if its environments add nothing to the prompt."""
     opening = getattr(getattr(factory, "func", factory), "opening", None)
     return None if opening is None else partial(opening, **getattr(factory, "keywords", {}))
+
+
+def seed_of(example: Example) -> int:
+    """Of an environment's episode: 31 bits of the example's whole id."""
+    return int.from_bytes(hashlib.blake2b(example.id.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class ConversationTask(Task, Protocol):

@@ -13,7 +13,7 @@ from rlloop.rewards.examples import field_of
 from rlloop.rewards.sandbox import Limits, interpreter, require_confinement, run_program, run_test
 from rlloop.types import Example, RewardResult
 
-FENCE = re.compile(r"```([\w+#-]*)[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"```[ \t]*([\w+#-]*)[^\n`]*\n(.*?)```", re.DOTALL)  # after the language may stand attributes
 NAMES = {
     "python": "python3?|py", "javascript": "javascript|js|node", "bash": "bash|sh|shell", "ruby": "ruby|rb",
 }  # fmt: skip

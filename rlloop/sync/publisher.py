@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from rlloop.sync.manifest import Head, Link, Listing, Manifest, root_hash
 from rlloop.sync.packing import listing_of, on_host, pack
 from rlloop.sync.published import PublishedState
 from rlloop.sync.replica import SQUASHED, Manifests, Replica
-from rlloop.sync.store import Conflict, Store
+from rlloop.sync.store import Conflict, Store, StoreError
 from rlloop.sync.target import MemoryTarget
 
 if TYPE_CHECKING:
@@ -237,10 +238,12 @@ class Publisher:
         needed = set[bytes]()
         for link in links:
             needed |= set(self.blobs(link))
-        unneeded = [blob for blob in self.store.blobs() if blob not in needed]
-        for blob in unneeded:
-            self.store.delete(blob)
-        return len(unneeded)
+        deleted = 0
+        for blob in [blob for blob in self.store.blobs() if blob not in needed]:
+            with suppress(StoreError):  # the next anchor tries again
+                self.store.delete(blob)
+                deleted += 1
+        return deleted
 
     def forget_routes(self) -> None:
         """Drop every link but the newest version's from the head: for callers that pass each route on themselves."""

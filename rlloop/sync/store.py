@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,7 +149,10 @@ class FolderStore:
             yield bytes.fromhex(file.name)
 
     def delete(self, digest: bytes) -> None:
-        self._path_of(digest).unlink(missing_ok=True)
+        try:
+            self._path_of(digest).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error}") from error
 
     def squash(self, sequence: int) -> bool:
         return False  # no publisher can be asked
@@ -233,7 +236,8 @@ class FsspecStore:
             except FileExistsError:
                 raise Conflict(f"the head of {self.url} was moved by another publisher") from None
             for old in numbers[:-2]:  # a reader may be about to open one of the last two
-                self._files.rm_file(self._head(old))
+                with suppress(Exception):  # the head has moved; the next publication tries again
+                    self._files.rm_file(self._head(old))
 
     def blobs(self) -> Iterator[bytes]:
         yield from map(bytes.fromhex, self._names("blobs"))

@@ -7,14 +7,13 @@ Each conversation is a separate session over a WebSocket, reset with a seed deri
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlloop.config.instantiate import needs
 from rlloop.errors import ConfigError
-from rlloop.loop.environments import Environment, Reply
+from rlloop.loop.environments import Environment, Reply, seed_of
 from rlloop.types import Example
 
 
@@ -38,9 +37,12 @@ def openenv_environment(
         raise ConfigError(f"task.environment.url is {url!r}; it must begin with http://, https://, ws:// or wss://")
     if missing := [name for name in reset if name not in example.data]:
         raise ConfigError(f"example {example.id!r} has no field {missing[0]!r}, which task.environment.reset names")
-    seed = int.from_bytes(hashlib.blake2b(example.id.encode(), digest_size=4).digest(), "little") >> 1
     return _Session(
-        url, action, observation, {"seed": seed, **{name: example.data[name] for name in reset}}, connect_timeout
+        url,
+        action,
+        observation,
+        {"seed": seed_of(example), **{name: example.data[name] for name in reset}},
+        connect_timeout,
     )
 
 

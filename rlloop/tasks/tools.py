@@ -23,7 +23,7 @@ import numpy as np
 
 from rlloop.config.instantiate import locate, needs
 from rlloop.errors import ConfigError
-from rlloop.loop.environments import Environment, Opening, Reply, opens
+from rlloop.loop.environments import Environment, Opening, Reply, opens, seed_of
 from rlloop.rollout.fleet.chat_parsing import ToolCall, parse
 from rlloop.types import Example
 
@@ -151,7 +151,7 @@ def _gym_reset(example: Example, id: str) -> tuple[Any, str]:
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(environment, name), Text):
             raise ConfigError(f"{id} has {name} {space}; a conversation takes spaces of texts (gymnasium.spaces.Text)")
-    observation, _ = environment.reset(seed=int.from_bytes(example.id.encode()[-4:], "little"))
+    observation, _ = environment.reset(seed=seed_of(example))
     return environment, str(observation)
 
 

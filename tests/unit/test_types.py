@@ -58,6 +58,7 @@ def test_a_key_says_what_ids_do_not() -> None:
         (np.zeros((1, 1, 3), np.int64), r"\[1, 1, 3\]"),
         (np.zeros(3), "float64"),
         (np.array([0, -1, 2]), "has -1; positions begin at 0"),
+        (np.array([0, 1, 2**64 - 1], np.uint64), "has 18446744073709551615; positions begin at 0"),
     ],
 )
 def test_positions_that_fit_no_token_are_refused(positions: np.ndarray, message: str) -> None:

@@ -203,7 +203,11 @@ class Engine(AdapterVerbs, Steps):
 
     def step(self) -> list[tuple[int, Completion]]:
         if self._together.size > 1:
-            return self._completions(self._step_together())
+            try:
+                return self._completions(self._step_together())
+            except BaseException:
+                self._begin_anew()
+                raise
         ended, self._ended = self._ended, []
         if self._scheduler.num_requests == 0:
             return self._completions(ended)
@@ -218,12 +222,15 @@ class Engine(AdapterVerbs, Steps):
             if self._flight is not None and not self._flight.batch.alive.any():
                 self._flight = None
         except BaseException:
-            # Blocks are named when scheduled; after a step that failed, their contents are undefined.
-            self._scheduler, self._flight = self._new_scheduler(), None
+            self._begin_anew()
             raise
         if self._flight is not None and self._choices is not None:  # their choices come after the step in flight
             self._ended, late = late, []
         return self._completions(ended + late)
+
+    def _begin_anew(self) -> None:
+        """Blocks are named when scheduled; after a step that failed, their contents are undefined."""
+        self._scheduler, self._flight = self._new_scheduler(), None
 
     def abort(self, request_id: int) -> Completion | None:
         self._settle()

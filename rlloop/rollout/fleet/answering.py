@@ -44,7 +44,7 @@ async def outcome(
 ) -> list[Completion] | None:
     """The completions; None if the client disconnected, which cancels them unless it may retry (`keep`)."""
     wrapped = asyncio.wrap_future(future)
-    if await _came(request, wrapped):
+    if await came(request, wrapped):
         return wrapped.result()
     wrapped.add_done_callback(
         lambda late: late.cancelled() or late.exception()
@@ -54,7 +54,7 @@ async def outcome(
     return None
 
 
-async def _came(request: Request, awaited: asyncio.Future[Any]) -> bool:
+async def came(request: Request, awaited: asyncio.Future[Any]) -> bool:
     """Wait for it; False if the client disconnected first."""
     left = asyncio.create_task(gone(request))
     await asyncio.wait({awaited, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +207,7 @@ class OpenAiRoutes:
         future = self._submit(ask, listener)
         future.add_done_callback(lambda _: tell(None))
         first = asyncio.ensure_future(told.get())
-        if not await _came(request, first):
+        if not await came(request, first):
             first.cancel()
             self._service.cancel(future)
             return Response(status_code=LEFT)

@@ -12,7 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from rlloop.errors import UNREADABLE, ConfigError
 from rlloop.rollout.fleet.pool import EnginePool
-from rlloop.sync.bits import UNSIGNED, WIDTH, Bits
+from rlloop.sync.bits import UNSIGNED, WIDTH, Bits, digests, processors
+from rlloop.sync.manifest import root_hash
+from rlloop.sync.packing import listing_of
 from rlloop.sync.publisher import Publisher
 from rlloop.sync.store import Store
 
@@ -29,12 +31,23 @@ class Publishing:
 
     def bound_to(self, pool: EnginePool) -> Callable[[bytes, int], Mapping[str, float]]:
         def publish(content: bytes, step: int) -> Mapping[str, float]:
-            published = self._publisher.publish(read_safetensors(content), step)
+            weights = read_safetensors(content)
+            last = self._publisher.last
+            if last is not None and last.step == step and last.root != _root(weights):
+                raise ConfigError(
+                    f"step {step} was published with other weights, and engines tell versions by the step: publish "
+                    "these under a larger one"
+                )
+            published = self._publisher.publish(weights, step)
             if self._publisher.anchor_due():
                 self._publisher.anchor()
             return {**published.metrics, **pool.serve_version(step, None), **pool.take_metrics()}
 
         return publish
+
+
+def _root(weights: Mapping[str, Bits]) -> bytes:
+    return root_hash(listing_of(weights, {}).tensors, digests(weights, weights.__getitem__, processors()))
 
 
 Place = Annotated[int, msgspec.Meta(ge=0)]

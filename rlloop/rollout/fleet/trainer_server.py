@@ -17,7 +17,7 @@ And, for trainers that are not rlloop's (`rlloop serve trainer`), which publish 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -32,12 +32,13 @@ from rlloop.errors import ConfigError, RlloopError
 from rlloop.rollout.engine.validation import one_for_each
 from rlloop.rollout.errors import NoEngine, VersionUnavailable
 from rlloop.rollout.fleet import wire
-from rlloop.rollout.fleet.answering import written
+from rlloop.rollout.fleet.answering import LEFT, came, written
 from rlloop.rollout.fleet.generation import BadField, Served
 from rlloop.rollout.fleet.pool import EnginePool
 from rlloop.rollout.fleet.token_api import Tokens
 from rlloop.sync.http import StoreRoutes
 from rlloop.sync.store import Store
+from rlloop.types import Completion, ModelInput, SamplingParams
 from rlloop.web.requests import body_of, parsed, refusal, whole_number
 
 Publish = Callable[[bytes, int], Mapping[str, float]]  # safetensors, step -> metrics; returns when it is served
@@ -90,15 +91,34 @@ def trainer_app(
         async with publishing:  # before the body is read: it is as large as the model
             return JSONResponse(dict(await run_in_threadpool(publish, await request.body(), step)))
 
+    def serving(lowest: int | None, highest: int | None) -> int:
+        """The version to sample with. Raises `VersionUnavailable` if it is not the one that is asked for."""
+        have, least = pool.version, max(lowest or 0, 0)
+        if have < least or (highest is not None and have > highest):
+            raise VersionUnavailable(have, least, highest)
+        return have
+
+    async def sampled(
+        request: Request, prompts: Sequence[ModelInput | list[int]], sampling: Sequence[SamplingParams], version: int,
+        session: str | None = None,
+    ) -> list[Completion] | None:  # fmt: skip
+        """None if the client has gone, which stops the generation. Not in the thread pool, which serves the weights
+        and joins that this may wait for."""
+        future = asyncio.wrap_future(pool.begin(prompts, sampling, version, session))
+        if await came(request, future):
+            return future.result()
+        future.cancel()
+        return None
+
     async def generate(request: Request) -> Response:
         ask = parsed(await body_of(request), wire.Ask, packed=True)
         asked = await run_in_threadpool(lambda: ask.asked)
+        if any(ask.adapters or ()):
+            raise ConfigError("the pool samples from the policy alone; ask an engine for an adapter")
         each = one_for_each(ask.prompts, ask.sampling)
-        have, lowest = pool.version, max(ask.lowest or 0, 0)
-        if have < lowest or (ask.highest is not None and have > ask.highest):
-            raise VersionUnavailable(have, lowest, ask.highest)
-        # Not in the thread pool, which serves the weights and joins that this may wait for.
-        completions = await asyncio.wrap_future(pool.begin(asked, each, have))
+        completions = await sampled(request, asked, each, serving(ask.lowest, ask.highest))
+        if completions is None:
+            return Response(status_code=LEFT)
         answer = wire.Answer([wire.pack(completion) for completion in completions], "fleet")
         return Response(msgspec.msgpack.encode(answer), media_type=wire.CONTENT_TYPE)
 
@@ -109,7 +129,14 @@ def trainer_app(
         ask = Tokens().parse(body, Served("rlloop", None, longest))
         if ask.score is not None or ask.stream or ask.logprobs not in (None, 0, 1):
             raise BadField("sampling_params", "here are neither streams, prompt_logprobs nor logprobs above 1")
-        completions = await asyncio.wrap_future(pool.begin(ask.prompts, ask.sampling, pool.version, session))
+        if ask.model != "rlloop":
+            return refusal(
+                404, "model_not_found", f"model {ask.model!r} is not served here; 'rlloop' is", param="model"
+            )
+        version = serving(ask.lowest, ask.highest)
+        completions = await sampled(request, ask.prompts, ask.sampling, version, session)
+        if completions is None:
+            return Response(status_code=LEFT)
         return Response(written(Tokens(), ask, completions, None), media_type="application/json")
 
     async def models(request: Request) -> Response:

@@ -202,3 +202,5 @@ def test_the_last_fenced_block_is_the_program():
     assert extract_code("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
     assert extract_code("```Python\na\n```") == extract_code("```python3\na\n```") == "a\n"
     assert extract_code("print(1)") == "print(1)"
+    for opening in ("``` python", "```python title=a.py", "```python\r"):
+        assert extract_code(f"{opening}\nprint(1)\n```\nThis prints:\n```text\n1\n```") == "print(1)\n"

@@ -294,3 +294,25 @@ def test_more_bytes_than_announced_are_not_read(tmp_path):
         fetch(store, digest, limit=1000)
     with pytest.raises(Refused, match="larger than 2999999"):
         fetch(FolderStore(tmp_path), digest, 2_999_999, limit=1 << 30)
+
+
+def test_old_heads_and_blobs_that_cannot_be_deleted_stop_no_publication(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError("503 SlowDown")
+
+    store = stores.open_store(f"memory://{uuid4().hex}")
+    publisher = Publisher(store, KEY, "run")
+    versions = iter(history(6))
+    for step in range(2):
+        publisher.publish(next(versions), step)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store._files), "rm_file", refused)
+        for step in range(2, 5):
+            publisher.publish(next(versions), step)
+            publisher.anchor()
+    publisher.publish(next(versions), 5)
+    assert len(store._heads()) == 3  # what was left is gone
+    folder = FolderStore(tmp_path)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(StoreError, match="503"):
+        folder.delete(folder.put(b"x"))

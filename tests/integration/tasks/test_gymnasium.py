@@ -6,6 +6,7 @@ import pytest
 
 from rlloop.errors import ConfigError
 from rlloop.loop.conversations import Conversations
+from rlloop.loop.environments import seed_of
 from rlloop.rewards.episode import episode_reward
 from rlloop.tasks.tools import _gym_opening, gym_environment
 from rlloop.testing import FakeEngine, FakePolicy
@@ -82,6 +83,9 @@ def test_an_episode_is_a_conversation_and_a_crash_rejects_its_own():
 def test_what_reset_observes_opens_the_prompt():
     seen = [_gym_opening(Example(id, [], "", {}), id="Echo-v0").observation for id in ("e0", "e0", "e1", "e7")]
     assert seen[0] == seen[1]
+    assert (
+        len({seed_of(Example(f"{part}/{n}2345", [], "", {})) for part in ("train", "eval") for n in range(50)}) == 100
+    )
     assert set(seen) <= set("012345678")
     assert _gym_opening(Example("e0", [], "", {}), id="Echo-v0", opening=False).observation is None
 

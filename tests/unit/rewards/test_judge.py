@@ -103,6 +103,13 @@ def test_failures_are_tried_again_and_unreadable_answers_asked_for_anew(endpoint
     assert len(endpoint.bodies) == 5
 
 
+def test_a_verdict_of_true_is_no_number(endpoint):
+    replies = iter(['{"correct": true, "brief": 10}', '{"correct": 10, "brief": 10}'])
+    endpoint.answer = lambda _: next(replies)
+    assert score(JudgeReward(judge=judge(endpoint, retries=2), rubrics=RUBRICS), "four")[0].reward == 1.0
+    assert len(endpoint.bodies) == 2
+
+
 def test_answers_are_kept_across_runs(endpoint, tmp_path):
     endpoint.answer = lambda _: '{"correct": 10, "brief": 10}'
     settings = judge(endpoint, cache=str(tmp_path / "some/judge.sqlite"), **PRICES)

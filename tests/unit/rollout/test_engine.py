@@ -16,6 +16,7 @@ from rlloop.rollout.engine.engine import Engine
 from rlloop.types import Alternatives, Completion, Part, SamplingParams
 from tests.support.checkpoints import make_checkpoint
 from tests.support.latent_model import PROMPTS, VOCABULARY, LatentModel, longest, same
+from tests.support.tiny_models import tiny_qwen3
 
 EOS = LatentModel.eos_token_ids[0]
 
@@ -23,6 +24,36 @@ EOS = LatentModel.eos_token_ids[0]
 @pytest.fixture(scope="module")
 def model() -> LatentModel:
     return LatentModel()
+
+
+class Pair:
+    """Two ranks that share experts, of which the other has no requests."""
+
+    size = 2
+
+    def gather(self, tensor, *_):
+        return tensor
+
+    def gather_objects(self, value):
+        return [value, False]
+
+
+def test_a_step_of_several_ranks_that_failed_leaves_no_prefix(monkeypatch):
+    model, prompt, params = tiny_qwen3(), list(range(3, 40)), SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    [expected] = Engine(model).generate([prompt], params)
+    engine = Engine(model, page_size=8)
+    engine._together = Pair()
+
+    def broken(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "hidden", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([prompt], params)
+    [again] = engine.generate([prompt], params)
+    assert again.token_ids == expected.token_ids
+    assert (again.raw_logprobs == expected.raw_logprobs).all()
 
 
 def test_completions_come_in_the_order_of_the_prompts_with_all_their_fields(model):
