@@ -70,12 +70,12 @@ class Custom:
         self.max_turns = max_turns
         self.max_conversation_tokens = min(config.max_positions, max_sequence_tokens)
         self._vocabulary = config.vocab_size
-        self._room, self._max_tokens = min(config.max_positions, max_sequence_tokens) - max_tokens, max_tokens
-        self._bound = (
-            f"the model's {config.max_positions} positions"
-            if config.max_positions <= max_sequence_tokens
-            else f"trainer.max_batch_tokens={max_sequence_tokens}"
-        )
+        self._room = self.max_conversation_tokens - max_tokens
+        if self._room < 1:
+            bound = f"trainer.max_batch_tokens={max_sequence_tokens}"
+            if config.max_positions <= max_sequence_tokens:
+                bound = f"the model's {config.max_positions} positions"
+            raise ConfigError(f"rollout.max_tokens={max_tokens} leaves no room for a prompt in {bound}; lower it")
         self._room_is = (
             f"the model's {config.max_positions} positions and trainer.max_batch_tokens={max_sequence_tokens} leave, "
             f"less rollout.max_tokens={max_tokens}"
@@ -115,10 +115,6 @@ class Custom:
     def _examples(self, name: str, data: DataSection, rows: Rows, source: str) -> Sequence[Example]:
         """Raises `ConfigError` listing the rows that cannot work."""
         limit = min(data.max_prompt_tokens, self._room)
-        if limit < 1:
-            raise ConfigError(
-                f"rollout.max_tokens={self._max_tokens} leaves no room for a prompt in {self._bound}; lower it"
-            )
         problems, kept, examples = Problems(source), list[int](), list[Example]()
         for index, (number, row) in enumerate(rows):
             try:

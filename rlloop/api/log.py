@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from rlloop.errors import UNREADABLE, RunError
+from rlloop.runs.durable import fsync
 from rlloop.training.futures import promised
 
 MAGIC = b"rlloop commands 1\n"
@@ -316,7 +317,7 @@ class CommandLog:
         new = state.with_suffix(".new")
         for path in new.rglob("*"):
             if path.is_file():
-                sync(path)
+                fsync(path)
         new.rename(state)
         later = [record for record in read_segment(self._path).records if record.seq_id >= first]
         path = self.folder / f"{first:06d}.log"
@@ -332,7 +333,7 @@ class CommandLog:
         try:
             os.fsync(file)
             new.rename(path)
-            sync(self.folder)
+            fsync(self.folder)
         except BaseException:
             os.close(file)
             raise
@@ -379,18 +380,10 @@ def _framed(records: Sequence[Record]) -> bytes:
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
-def sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically and durably."""
     new = path.with_suffix(".part")
     new.write_bytes(content)
-    sync(new)
+    fsync(new)
     new.replace(path)
-    sync(path.parent)
+    fsync(path.parent)

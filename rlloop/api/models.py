@@ -16,7 +16,7 @@ import msgspec
 from rlloop.api.calls import HIDDEN, Call, Context, Replayed, failed, failure, sampling_session, start
 from rlloop.api.core import Core, Refused, log
 from rlloop.api.futures import JSON, PROTOBUF, Future, Outcome
-from rlloop.api.log import Checked, Command, CommandLog, Result, Weights, sync
+from rlloop.api.log import Checked, Command, CommandLog, Result, Weights
 from rlloop.api.wire import sequences_named
 from rlloop.errors import ConfigError, RlloopError
 from rlloop.runs.journal import decoded
@@ -348,7 +348,7 @@ class Trained:
         `update`: number of the last optim_step; one that failed may have left a gradient, which no state has. `loaded`:
         the result of the load before, which is given out only when the state is there. `before`: the last state.
         """
-        service, loop = self.core.service, asyncio.get_running_loop()
+        service = self.core.service
         if before is not None:
             await asyncio.wait([before])
         saved = await asyncio.wrap_future(saving)
@@ -361,7 +361,6 @@ class Trained:
             return
         folder = self.log.new_state(first)
         (folder / "state.json").write_bytes(msgspec.json.encode(State(saved.path, samplers, self.updates)))
-        await loop.run_in_executor(self.core.threads, _sync_files, service.checkpoint_folder(saved.path))
         carried = [
             Result(int(future.request_id.rpartition(":")[2]), future.outcome.body, future.outcome.failed)
             for future in self.core.futures.kept(f"{self.model_id}:")
@@ -403,8 +402,3 @@ class Trained:
             done.pop().exception()  # of a model that was gone already
         await asyncio.sleep(LAST_SECONDS)
         self.log.close()
-
-
-def _sync_files(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)

@@ -307,7 +307,7 @@ def _explain(error: Exception, folder: Path, stem: str, overrides: Sequence[str]
 
 
 def _form(key: str, value: str, cause: str) -> str:
-    """How to write a list or a mapping that a word was given for; empty for other mistakes."""
+    """The correct override, for a list or a mapping that was given as a single word; empty for other mistakes."""
     if "is not a ListConfig" in cause:
         return f"{key} is a list: '{key}=[{value}]'"
     if not re.search(r"Cannot assign \w+ to Dict", cause):

@@ -1,4 +1,4 @@
-"""Whether a loss can learn from what a task gives: samples of the policy, given completions, given pairs."""
+"""Checks that the loss fits the task's data: samples of the policy, given completions, or given pairs."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class JudgeReward(_Judging):
         scores = {}
         for name in self._weights:
             try:
-                score = float("" if isinstance(answer[name], bool) else answer[name])
+                score = float(str(answer[name]))  # true is no number
             except (KeyError, TypeError, ValueError):
                 raise Unreadable(f"the judge answered {answer!r:.200}, without a number for {name}") from None
             if not 0 <= score <= self._scale:

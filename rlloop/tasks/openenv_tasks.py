@@ -37,12 +37,9 @@ def openenv_environment(
         raise ConfigError(f"task.environment.url is {url!r}; it must begin with http://, https://, ws:// or wss://")
     if missing := [name for name in reset if name not in example.data]:
         raise ConfigError(f"example {example.id!r} has no field {missing[0]!r}, which task.environment.reset names")
+    seed = seed_of(example)
     return _Session(
-        url,
-        action,
-        observation,
-        {"seed": seed_of(example), **{name: example.data[name] for name in reset}},
-        connect_timeout,
+        url, action, observation, {"seed": seed, **{name: example.data[name] for name in reset}}, connect_timeout
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from rlloop.errors import ConfigError, RunError
+from rlloop.runs import durable
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -63,7 +63,7 @@ class CheckpointStore:
         for abandoned in (other for other in self.steps() if other >= step):
             self._remove(self.root / f"step_{abandoned}")
         final = folder.rename(self.root / f"step_{step}")
-        fsync(self.root)
+        durable.fsync(self.root)
         for old in self.steps()[: -self.keep]:
             self._remove(self.root / f"step_{old}")
         return final
@@ -100,7 +100,7 @@ class CheckpointStore:
     def _remove(self, folder: Path) -> None:
         """Delete under a temporary name, so that a kill leaves no partial `step_N`."""
         doomed = folder.rename(self.root / f"tmp_old_{folder.name}")
-        fsync(self.root)
+        durable.fsync(self.root)
         shutil.rmtree(doomed)
 
 
@@ -139,7 +139,7 @@ def _seal(folder: Path, step: int) -> None:
     """Write the manifest, then fsync every file and folder."""
     manifest = folder / MANIFEST
     manifest.write_text(manifest_of(folder, step))
-    sync_folder(folder)
+    durable.sync_folder(folder)
 
 
 def manifest_of(folder: Path, step: int) -> str:
@@ -153,17 +153,3 @@ def manifest_of(folder: Path, step: int) -> str:
 
 def _digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Force every file and folder in it to the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        fsync(path)
-
-
-def fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlloop.errors import ConfigError
-from rlloop.trainer.checkpoint import fsync, sync_folder
+from rlloop.runs.durable import fsync, sync_folder
 from rlloop.training.types import Checkpoint, CheckpointType, GetInfoResponse, LoraConfig
 
 SCHEME = "tinker://"

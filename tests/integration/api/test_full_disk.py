@@ -150,7 +150,7 @@ def test_a_state_that_found_no_room_is_made_after_the_next_update(tmp_path, disk
 
 def test_what_logs_were_made_with_is_there_whole_or_not(tmp_path, monkeypatch):
     base = Base("model", "name", {"dtype": "float32"})
-    monkeypatch.setattr("rlloop.api.log.sync", Disk(monkeypatch).refuse)
+    monkeypatch.setattr("rlloop.api.log.fsync", Disk(monkeypatch).refuse)
     with pytest.raises(OSError, match="No space"):
         keep_base(tmp_path, base)
     assert not (tmp_path / "base.json").exists()

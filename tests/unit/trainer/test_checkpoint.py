@@ -185,7 +185,7 @@ def test_a_models_digest_is_of_its_tensors_and_settings_by_name(tmp_path: Path) 
 def test_files_and_both_folders_are_forced_to_the_disk(tmp_path: Path, monkeypatch) -> None:
     """After the seal and before the rename, what is in the folder; after it, the folder's new name."""
     forced = []
-    monkeypatch.setattr("rlloop.trainer.checkpoint.fsync", lambda path: forced.append(path.relative_to(tmp_path)))
+    monkeypatch.setattr("rlloop.runs.durable.fsync", lambda path: forced.append(path.relative_to(tmp_path)))
     CheckpointStore(tmp_path).save(1, [write(1)])
     inside = [Path("tmp_1") / name for name in ("manifest.json", "weights.bin", "sub", "sub/state.json")]
     assert sorted(forced) == sorted([*inside, Path("tmp_1"), Path()])
